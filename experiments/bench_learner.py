@@ -1,0 +1,252 @@
+"""What one FlashSAC update costs: the functional learner against the same networks as modules with `torch.optim`.
+
+Both are timed in one process, in turns, with their sampling; an update is the mean of one with and one without
+the actor. Before that both make the same three updates and their parameters are compared.
+
+    python -m experiments.bench_learner --size=small --threads=1
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from experiments.module_learner import Batch, BatchNorm, ModuleLearner
+from functional_sac import replay, reward_scale
+from functional_sac.config import SACConfig
+from functional_sac.cycle import Learner, SACState, make_learner
+from functional_sac.envs.env import EnvSpec
+from functional_sac.transition import Observation, Transition, symmetric
+from functional_sl import keys, tree
+from functional_sl.run import cli
+
+ROWS = 100_000
+# batch, actor width, critic width, blocks, actor observation, critic observation (0: the actor's), action
+SIZES = {
+    "small": (128, 32, 64, 1, 3, 0, 1),
+    "large": (512, 128, 256, 2, 17, 0, 6),
+    "g1": (2048, 128, 256, 2, 160, 289, 29),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The flags."""
+
+    size: str = cli.option("small", "Networks, batch and observations.", choices=tuple(SIZES))
+    device: str = cli.option("cpu", "Where both learners run.", choices=("cpu", "cuda"))
+    threads: int = cli.option(0, "CPU threads of torch; 0 keeps torch's own choice.")
+    repeats: int = cli.option(11, "Timed turns of each learner.")
+    seconds: float = cli.option(0.5, "Length of a turn, about.", unit="s")
+    compile: bool = cli.option(False, "Compile the functional cycle.")
+    json: str | None = cli.option(None, "File to which the results are appended as one line.")
+
+
+def setting(size: str) -> tuple[SACConfig, EnvSpec]:
+    """Returns the algorithm's configuration and the sizes of the observations."""
+    batch, actor_width, critic_width, blocks, actor_dim, critic_dim, action_dim = SIZES[size]
+    config = SACConfig(
+        batch_size=batch, actor_width=actor_width, critic_width=critic_width, num_blocks=blocks,
+        lr_decay_updates=100_000, replay_capacity=ROWS, learning_starts=ROWS,
+    )  # fmt: skip
+    return config, EnvSpec("benchmark", actor_dim, critic_dim, action_dim, max_episode_steps=1000, control_dt=0.02)
+
+
+def transitions(spec: EnvSpec, rows: int, device: str = "cpu", seed: int = 0) -> Batch:
+    """Returns random transitions, of which a tenth end an episode."""
+    generator = torch.Generator().manual_seed(seed)
+    width = spec.critic_dim or spec.actor_dim
+    observation, following = torch.randn(2, rows, width, generator=generator)
+    action = torch.rand(rows, spec.action_dim, generator=generator) * 2 - 1
+    reward, end = torch.randn(rows, generator=generator), torch.rand(rows, generator=generator)
+    flags = (end < 0.05).float(), (end > 0.95).float()
+    return Batch(*(x.to(device) for x in (observation, action, reward, *flags, following)))
+
+
+def as_transition(spec: EnvSpec, batch: Batch) -> Transition:
+    """Returns the batch as the functional learner takes it."""
+
+    def observe(x: Tensor) -> Observation:
+        return Observation(x[:, : spec.actor_dim], x) if spec.critic_dim else symmetric(x)
+
+    flags = batch.terminated > 0.5, batch.truncated > 0.5
+    return Transition(observe(batch.observation), batch.action, batch.reward, *flags, observe(batch.next_observation))
+
+
+def disagreement(
+    config: SACConfig, spec: EnvSpec, updates: int = 3, dtype: torch.dtype = torch.float64, device: str = "cpu"
+) -> dict[str, float]:
+    """Updates both learners from the same parameters on the same batches and noise.
+
+    In float64 and on 81 bins, whose centres are exact, because Adam's first steps magnify every rounding error that
+    is as large as a gradient.
+
+    Returns:
+      The largest absolute difference of any metric, and of any parameter and running statistic after the updates.
+    """
+    config, rows = dataclasses.replace(config, bins=81), config.batch_size
+    data = Batch(*(x.to(dtype) for x in transitions(spec, updates * rows, device)))
+    learner = make_learner(config, spec)
+    fresh = learner.init(keys.key(0, device=device))
+    state = tree.map(lambda x: x.to(dtype) if x.is_floating_point() else x, fresh)
+    module = ModuleLearner(config, spec, data, data.reward.var(), data.reward.amax()).to(dtype)
+    _load(module, state)
+    gaps = {"metric": 0.0}
+    for u in range(updates):
+        batch = Batch(*(x[u * rows : (u + 1) * rows] for x in data))
+        noise = keys.normal(keys.key(u, device=device), (3 * rows, spec.action_dim), dtype)
+        acts, actor_noise, critic_noise = u % 2 == 0, noise[: 2 * rows], noise[2 * rows :]
+        state, ours = learner.update(state, as_transition(spec, batch), actor_noise, critic_noise, acts)
+        theirs = module.update(batch, actor_noise if acts else None, critic_noise)
+        gaps["metric"] = max(gaps["metric"], _gap([ours[name] for name in theirs], list(theirs.values())))
+    for name, parameters, statistics_, params, stats in _networks(module, state):
+        gaps[name] = _gap([*parameters, *statistics_], [*tree.leaves(params), *tree.leaves(stats)])
+    gaps["temperature"] = _gap([module.log_temperature], [state.temperature.params])
+    return gaps
+
+
+def _networks(module: ModuleLearner, state: SACState) -> list[tuple[str, list[Tensor], list[Tensor], Any, Any]]:
+    online, target = state.critic.stats
+    trees = (state.actor.params, state.actor.stats), (state.critic.params, online), (state.target, target)
+    networks = {"actor": module.actor, "critic": module.critic, "target": module.target}
+    return [
+        (name, list(network.parameters()), _running(network), *pair)
+        for (name, network), pair in zip(networks.items(), trees, strict=True)
+    ]
+
+
+def _running(network: torch.nn.Module) -> list[Tensor]:
+    norms = [layer for layer in network.modules() if isinstance(layer, BatchNorm)]
+    return [torch.cat([getattr(norm, name) for norm in norms], -1) for name in ("running_mean", "running_var")]
+
+
+def _load(module: ModuleLearner, state: SACState) -> None:
+    with torch.no_grad():
+        for _, parameters, _, params, _ in _networks(module, state):
+            tree.copy_into(parameters, tree.leaves(params))
+
+
+def _gap(a: list[Tensor], b: list[Tensor]) -> float:
+    return max((x - y).abs().max().item() for x, y in zip(a, b, strict=True))
+
+
+def compile_cycle(learner: Learner, *inputs: tree.Tree) -> Callable[..., tuple[SACState, Any]]:
+    """Returns the cycle, with phase 0 and trees like `inputs`, compiled with tuples of tensors at its boundary."""
+
+    def flat(*leaves: Tensor) -> tuple[list[Tensor], dict[str, Tensor]]:
+        # A structure is traced only where it is made.
+        state, metrics = learner.cycle(*tree.unflatten(tree.flatten(inputs)[1], leaves), 0)
+        return tree.leaves(state), metrics
+
+    program, structure = torch.compile(flat, fullgraph=True), tree.flatten(inputs[0])[1]
+
+    def cycle(*trees: Any) -> tuple[SACState, Any]:
+        leaves, metrics = program(*tree.leaves(trees[:-1]))
+        return tree.unflatten(structure, leaves), metrics
+
+    return cycle
+
+
+def turns(settings: Settings) -> dict[str, Callable[[int], None]]:
+    """Returns for each learner a function that makes so many pairs of updates."""
+    config, spec = setting(settings.size)
+    data = transitions(spec, ROWS, settings.device)
+    scale = reward_scale.init(1, device=settings.device)
+    module = ModuleLearner(config, spec, data, scale.var, scale.max_abs)
+    learner = make_learner(config, spec)
+    state = learner.init(keys.key(0, device=settings.device))
+    _load(module, state)
+    columns = replay.fields(spec)
+    empty = replay.init(columns, ROWS, ROWS, device=settings.device)
+    buffer = replay.insert(empty, as_transition(spec, data), columns, config.gamma)
+    cycle = compile_cycle(learner, state, buffer, scale) if settings.compile else learner.cycle
+
+    def functional(pairs: int) -> None:
+        nonlocal state
+        for _ in range(pairs):
+            state, _ = cycle(state, buffer, scale, 0)
+
+    def modules(pairs: int) -> None:
+        for _ in range(2 * pairs):
+            module.step()
+
+    return {"functional": functional, "modules": modules}
+
+
+def timed(turn: Callable[[int], None], pairs: int, device: str) -> float:
+    """Returns the milliseconds of one update."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    turn(pairs)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - start) * 1e3 / (2 * pairs)
+
+
+def measure(settings: Settings) -> dict[str, Any]:
+    """Times both learners in turns.
+
+    Returns:
+      Machine, settings, and for each learner the median, minimum and maximum milliseconds of an update.
+    """
+    learners = turns(settings)
+    for turn in learners.values():
+        turn(3)
+    pairs = {
+        name: max(1, round(settings.seconds * 500 / timed(turn, 2, settings.device))) for name, turn in learners.items()
+    }
+    times: dict[str, list[float]] = {name: [] for name in learners}
+    for _ in range(settings.repeats):
+        for name, turn in learners.items():
+            times[name].append(timed(turn, pairs[name], settings.device))
+    found = {name: {"median": statistics.median(t), "min": min(t), "max": max(t)} for name, t in times.items()}
+    ratio = statistics.median(m / f for m, f in zip(times["modules"], times["functional"], strict=True))
+    return {**machine(), **dataclasses.asdict(settings), "ms_per_update": found, "ratio": ratio}
+
+
+def machine() -> dict[str, Any]:
+    """Returns what the numbers depend on."""
+    cpu_info = Path("/proc/cpuinfo")
+    lines = cpu_info.read_text().splitlines() if cpu_info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return {
+        "cpu": names[0] if names else platform.processor(),
+        "cores": os.cpu_count(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "torch": torch.__version__,
+        "torch_threads": torch.get_num_threads(),
+    }
+
+
+def main() -> None:
+    """Checks the agreement, times both and prints the result."""
+    with cli.exit_on_usage_error("bench_learner"):
+        settings = cli.parse(Settings, program="bench_learner", description=__doc__).config
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    gaps = disagreement(*setting(settings.size), device=settings.device)
+    print("largest difference after 3 float64 updates:", ", ".join(f"{k} {v:.1e}" for k, v in gaps.items()))
+    result = measure(settings)
+    print(", ".join(f"{k} {v}" for k, v in result.items() if k not in ("ms_per_update", "ratio", "json")))
+    for name, t in result["ms_per_update"].items():
+        rate = 1e3 / t["median"]
+        print(f"{name:>10}: {t['median']:8.3f} ms an update ({t['min']:.3f} to {t['max']:.3f}), {rate:.1f} updates/s")
+    print(f"     ratio: {result['ratio']:.3f} (modules / functional, median over the turns)")
+    if settings.json:
+        with Path(settings.json).open("a") as file:
+            file.write(json.dumps({**result, "difference": gaps}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

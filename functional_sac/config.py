@@ -1,0 +1,148 @@
+"""Every setting of a run, in one frozen dataclass that is checked once.
+
+This module imports neither torch nor jax, so that `--help` is quick.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from functional_sl.run.cli import option
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True)
+class SACConfig:
+    """The algorithm. The defaults are the official FlashSAC ones."""
+
+    gamma: float = option(0.99, "Discount per environment step.")
+    n_step: int = option(1, "Steps summed in the target before it bootstraps.")
+    batch_size: int = option(2048, "Transitions of one update.")
+    updates_per_step: int = option(2, "Updates after every step of all environments: one cycle.")
+    actor_update_period: int = option(2, "Actor and temperature are updated in every n-th update.")
+    actor_count: str = option("global", "Where that count runs: over the run, or anew in each cycle.", choices=("global", "cycle"))
+    critic_first: bool = option(False, "Update the critic before actor and temperature instead of after.")
+    tau: float = option(0.01, "Step of the target critic towards the critic, after every update.")
+    actor_width: int = option(128, "Hidden units of the actor.")
+    critic_width: int = option(256, "Hidden units of each critic.")
+    num_blocks: int = option(2, "Inverted residual blocks of each network.")
+    bins: int = option(101, "Bins of the categorical return.")
+    min_value: float = option(-5.0, "Lowest scaled return.")
+    max_value: float = option(5.0, "Highest scaled return.")
+    lr_init: float = option(3e-4, "Learning rate at the start of the warm-up.")
+    lr_peak: float = option(3e-4, "Learning rate after the warm-up.")
+    lr_end: float = option(1.5e-4, "Learning rate at the end of the cosine.")
+    lr_warmup_updates: int = option(0, "Optimizer steps of the warm-up.")
+    lr_decay_updates: int = option(
+        0, "Optimizer steps until lr_end, warm-up included; 0 takes the number of updates of this run."
+    )
+    initial_temperature: float = option(0.01, "Entropy temperature at the start.")
+    target_sigma: float = option(0.15, "The target entropy is that of a Gaussian of this deviation.")
+    bc_alpha: float = option(0.0, "Weight of the behaviour-cloning term in the actor's loss.")
+    scale_rewards: bool = option(True, "Divide rewards by the spread of the running return.")
+    return_bound: float = option(5.0, "Scaled returns stay within this bound.")
+    reward_prior: str = option("official", "Prior weight of the return's moments.", choices=("official", "unilab"))
+    noise_mu: float = option(2.0, "Exponent of the zeta law of noise repeats.")
+    noise_max_repeat: int = option(16, "Longest noise repeat, in environment steps.")
+    noise_per_env: bool = option(False, "A repeat counter for each environment, drawn anew at its episode ends.")
+    replay_capacity: int = option(10_000_000, "Transitions that the replay holds (a rank).")
+    learning_starts: int = option(100_000, "Transitions in the replay (a rank) before the first update.")
+    random_warmup: bool = option(True, "Act uniformly at random until learning starts, instead of by the policy.")
+    compute_dtype: str = option("float32", "Type of the matrix products; float16 scales the loss.", choices=DTYPES)
+    dp_gradient_wire_dtype: str = option("float32", "Type in which gradients travel between ranks.", choices=DTYPES[:2])
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for the first setting, or pair of settings, that cannot be meant."""
+        for name in _POSITIVE:
+            _require(getattr(self, name) > 0, self, (name,), "must be positive")
+        for name in _NOT_NEGATIVE:
+            _require(getattr(self, name) >= 0, self, (name,), "must not be negative")
+        _require(0 < self.gamma <= 1, self, ("gamma",), "must lie in (0, 1]")
+        _require(0 < self.tau <= 1, self, ("tau",), "must lie in (0, 1]")
+        _require(self.batch_size >= 2, self, ("batch_size",), "batch norm needs at least 2 rows")
+        _require(self.bins >= 2, self, ("bins",), "a distribution needs at least 2 bins")
+        _require(self.min_value < self.max_value, self, ("min_value", "max_value"), "must be in this order")
+        _require(
+            self.batch_size <= self.replay_capacity,
+            self,
+            ("batch_size", "replay_capacity"),
+            "the replay must hold a batch",
+        )
+        _require(
+            self.learning_starts <= self.replay_capacity,
+            self,
+            ("learning_starts", "replay_capacity"),
+            "the replay never holds that many, so learning would never start",
+        )
+        _require(
+            self.lr_decay_updates == 0 or self.lr_warmup_updates <= self.lr_decay_updates,
+            self,
+            ("lr_warmup_updates", "lr_decay_updates"),
+            "the warm-up is part of the decay",
+        )
+
+
+_POSITIVE = (
+    "n_step", "batch_size", "updates_per_step", "actor_update_period", "actor_width", "critic_width", "num_blocks",
+    "lr_peak", "initial_temperature", "target_sigma", "return_bound", "noise_max_repeat", "replay_capacity",
+)  # fmt: skip
+_NOT_NEGATIVE = ("lr_init", "lr_end", "lr_warmup_updates", "lr_decay_updates", "bc_alpha", "learning_starts", "noise_mu")
+
+
+def _require(condition: bool, config: Any, fields: tuple[str, ...], rule: str) -> None:
+    values = [getattr(config, name) for name in fields]
+    if not condition or any(isinstance(v, float) and not math.isfinite(v) for v in values):
+        raise ValueError(f"{', '.join(f'{n}={v}' for n, v in zip(fields, values, strict=True))}: {rule}")
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig(SACConfig):
+    """A whole run: the algorithm, its task and what is written down."""
+
+    task: str = option("pendulum", "Task; an unknown name lists the known ones.")
+    sim: str = option(
+        "auto", "Simulator of the task; auto takes the first that has it.", choices=("auto", "classic", "gym", "mujoco", "mjwarp")
+    )
+    num_envs: int = option(1024, "Parallel environments (a rank, a seed).")
+    env_steps: int = option(50_000_000, "Environment steps of the whole run, over all environments and resumes.")
+    seed: int = option(0, "Seed of everything random.")
+    num_seeds: int = option(1, "Independent learners in this process: seeds seed, seed + 1, ...")
+    device: str = option("auto", "Where everything runs: auto takes CUDA where there is one.", choices=("auto", "cpu", "cuda"))
+    compile: str = option("auto", "Compile the update; auto does on CUDA.", choices=("auto", "true", "false"))
+    deterministic: bool = option(True, "Only deterministic kernels; one that is not is an error that names it.")
+    eval_episodes: int = option(50, "Episodes of an evaluation, side by side, deterministic actions; 0 for none.")
+    eval_every: int = option(0, "Environment steps between evaluations; 0 for ten in the run.")
+    log_every: int = option(0, "Environment steps between metric records; 0 for two hundred in the run.")
+    snapshot_every: int = option(0, "Environment steps between snapshots; 0 for five in the run.")
+    snapshot_replay: bool = option(True, "Snapshots hold the replay too, so that a resume is exact.")
+    keep_snapshots: int = option(3, "Snapshots kept, beside the best.")
+    run_dir: str | None = option(None, "Folder of the run; by default a new one under runs/.")
+    resume: str | None = option(None, "Run folder or snapshot to go on from, or 'latest' under runs/.")
+    init_from: str | None = option(None, "Run folder or snapshot whose networks a new run starts from.")
+    tensorboard: bool = option(True, "Write TensorBoard events too.")
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for the first setting, or pair of settings, that cannot be meant."""
+        super().__post_init__()
+        for name in ("num_envs", "env_steps", "num_seeds", "keep_snapshots"):
+            _require(getattr(self, name) > 0, self, (name,), "must be positive")
+        for name in ("eval_episodes", "eval_every", "log_every", "snapshot_every", "seed"):
+            _require(getattr(self, name) >= 0, self, (name,), "must not be negative")
+        _require(
+            self.num_envs <= self.replay_capacity, self, ("num_envs", "replay_capacity"), "one vector step must fit"
+        )
+        _require(
+            max(self.learning_starts, self.batch_size) <= self.env_steps,
+            self,
+            ("learning_starts", "batch_size", "env_steps"),
+            "the run ends before learning starts",
+        )
+        _require(
+            self.resume is None or self.init_from is None,
+            self,
+            ("resume", "init_from"),
+            "a run goes on or starts from other networks, not both",
+        )

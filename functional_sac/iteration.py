@@ -1,0 +1,146 @@
+"""One training iteration as a pure function: act, step the environments, insert, learn.
+
+The state of a run is one `TrainState`. A leading axis of seeds is added by `torch.func.vmap`: N learners with
+their environments in one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from functional_sac import acting, noise, replay, reward_scale
+from functional_sac.config import TrainConfig
+from functional_sac.cycle import Learner, SACState
+from functional_sac.envs.env import Env, TimeStep
+from functional_sac.noise import NoiseState
+from functional_sac.replay import ReplayState
+from functional_sac.reward_scale import RewardScaleState
+from functional_sac.transition import Observation, Transition
+from functional_sl import keys
+
+
+class Episodes(NamedTuple):
+    """Running totals over finished training episodes."""
+
+    count: Tensor  # () int64
+    returns: Tensor  # () float64, unscaled
+    lengths: Tensor  # () int64
+
+
+class TrainState(NamedTuple):
+    """Everything that a run changes."""
+
+    sac: SACState
+    replay: ReplayState
+    scale: RewardScaleState
+    noise: NoiseState
+    env: NamedTuple  # the environment's own state
+    observation: Observation  # [N, ...], what the policy acts on next
+    done: Tensor  # [N] bool, an episode ended in the last step
+    key: Tensor  # [2] int64, of acting
+    env_steps: Tensor  # () int64, over all environments
+    episodes: Episodes
+
+
+class Iteration(NamedTuple):
+    """The functions of one run.
+
+    Attributes:
+      init: `key -> TrainState`.
+      step: `(state, random) -> state`, one vector step; actions are uniform if `random`, else the policy explores.
+      learn: `(state, phase) -> (state, metrics)`, one cycle.
+    """
+
+    init: Callable[[Tensor], TrainState]
+    step: Callable[[TrainState, bool], TrainState]
+    learn: Callable[[TrainState, int], tuple[TrainState, dict[str, Tensor]]]
+
+
+def make_iteration(config: TrainConfig, env: Env, learner: Learner) -> Iteration:
+    """Builds the iteration of a configuration, an environment and a learner."""
+    spec, num_envs = env.spec, config.num_envs
+    columns = replay.fields(spec)
+    dtype = getattr(torch, config.compute_dtype)
+    prior = reward_prior(config)
+
+    def init(key: Tensor) -> TrainState:
+        device = key.device
+        learner_key, env_key, acting_key = keys.split(key, 3)
+        env_state, observation = env.init(env_key, num_envs)
+        return TrainState(
+            sac=learner.init(learner_key),
+            replay=replay.init(columns, config.replay_capacity, num_envs, config.n_step, device),
+            scale=reward_scale.init(num_envs, prior_count=prior.count, device=device),
+            noise=noise.init(num_envs, spec.action_dim, shared=not config.noise_per_env, device=device),
+            env=env_state,
+            observation=observation,
+            done=torch.zeros(num_envs, dtype=torch.bool, device=device),
+            key=acting_key.clone(),
+            env_steps=torch.zeros((), dtype=torch.int64, device=device),
+            episodes=Episodes(
+                count=torch.zeros((), dtype=torch.int64, device=device),
+                returns=torch.zeros((), dtype=torch.float64, device=device),
+                lengths=torch.zeros((), dtype=torch.int64, device=device),
+            ),
+        )
+
+    def act(state: TrainState, random: bool) -> tuple[TrainState, Tensor]:
+        key, first, second = keys.split(state.key, 3)
+        state = state._replace(key=key)
+        if random:
+            return state, acting.uniform(first, num_envs, spec.action_dim)
+        cdf = noise.zeta_cdf(config.noise_mu, config.noise_max_repeat, key.device)
+        held = noise.update(state.noise, first, second, cdf, state.done if config.noise_per_env else None)
+        policy = state.sac.actor
+        action = acting.explore(policy.params, policy.stats, state.observation.actor, held.noise, dtype)
+        return state._replace(noise=held), action
+
+    def store(state: TrainState, action: Tensor, env_state: NamedTuple, step: TimeStep) -> TrainState:
+        done = step.terminated | step.truncated
+        transition = Transition(
+            state.observation, action, step.reward, step.terminated, step.truncated, step.final_observation
+        )
+        return state._replace(
+            replay=replay.insert(state.replay, transition, columns, config.gamma),
+            scale=reward_scale.update(state.scale, step.reward, done, config.gamma, old_count_eps=prior.old_count_eps),
+            env=env_state,
+            observation=step.observation,
+            done=done,
+            env_steps=state.env_steps + num_envs,
+            episodes=_count(state.episodes, step, done),
+        )
+
+    def step(state: TrainState, random: bool) -> TrainState:
+        state, action = act(state, random)
+        return store(state, action, *env.step(state.env, action))
+
+    def learn(state: TrainState, phase: int) -> tuple[TrainState, dict[str, Tensor]]:
+        sac, metrics = learner.cycle(state.sac, state.replay, state.scale, phase)
+        return state._replace(sac=sac), metrics
+
+    return Iteration(init, step, learn)
+
+
+class Prior(NamedTuple):
+    """How the return's moments start."""
+
+    count: float
+    old_count_eps: float
+
+
+def reward_prior(config: TrainConfig) -> Prior:
+    """Returns the official rule (count 0, 1e-4 beside the old count) or UniLab's (count 1e-4 throughout)."""
+    official = config.reward_prior == "official"
+    return Prior(0.0, reward_scale.OLD_COUNT_EPS) if official else Prior(reward_scale.OLD_COUNT_EPS, 0.0)
+
+
+def _count(episodes: Episodes, step: TimeStep, done: Tensor) -> Episodes:
+    return Episodes(
+        count=episodes.count + done.sum(),
+        returns=episodes.returns + torch.where(done, step.episode_return, 0.0).sum(dtype=torch.float64),
+        lengths=episodes.lengths + torch.where(done, step.episode_length, 0).sum(),
+    )

@@ -1,0 +1,157 @@
+"""FlashSAC's three losses (arXiv 2604.04539; where paper and official code differ, the official code's numbers).
+
+A loss is `loss(params, stats, *frozen, batch, noise) -> (0-d value, Aux)`, differentiated in `params` alone. It
+knows no optimizer, no rank and no graph. The noise comes in as an argument, so a recorded draw replays exactly.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from functional_sac import distributions, networks, value
+from functional_sac.config import SACConfig
+from functional_sac.networks import Actor, Critic, Stats
+from functional_sac.transition import Transition, critic_view
+from functional_sl import tree
+from functional_sl.step import Aux
+
+
+class CriticStats(NamedTuple):
+    """Batch-norm statistics of both ensembles, each stacked [2, ...]; the critic's loss moves both."""
+
+    online: Stats
+    target: Stats
+
+
+class Losses(NamedTuple):
+    """`critic`, `actor` and `temperature`, closed over the static configuration."""
+
+    critic: Callable[..., tuple[Tensor, Aux]]
+    actor: Callable[..., tuple[Tensor, Aux]]
+    temperature: Callable[..., tuple[Tensor, Aux]]
+
+
+def ensemble(
+    params: Critic, stats: Stats, observation: Tensor, action: Tensor, *, training: bool, dtype: torch.dtype
+) -> tuple[Tensor, Stats]:
+    """Applies two stacked critics to the same input: log-probabilities [2, B, bins] and statistics [2, ...]."""
+
+    def member(params: Critic, stats: Stats) -> tuple[Tensor, Stats]:
+        return networks.critic(params, stats, observation, action, training=training, dtype=dtype)
+
+    # vmap takes flat lists faster than nested NamedTuples.
+    leaves, structure = tree.flatten((params, stats))
+    return torch.func.vmap(lambda leaves: member(*tree.unflatten(structure, leaves)))(leaves)
+
+
+def make_losses(config: SACConfig, action_dim: int) -> Losses:
+    """Returns the losses of a configuration."""
+    dtype = getattr(torch, config.compute_dtype)
+    entropy_goal = distributions.target_entropy(action_dim, config.target_sigma)
+
+    backup = functools.partial(value.bellman_target, discount=config.gamma**config.n_step)
+
+    def atoms(like: Tensor) -> Tensor:
+        return value.support(config.min_value, config.max_value, config.bins, like.device).to(like.dtype)
+
+    def critic_loss(
+        params: Critic,
+        stats: CriticStats,
+        target: Critic,
+        actor: Actor,
+        actor_stats: Stats,
+        log_temperature: Tensor,
+        batch: Transition,
+        noise: Tensor,
+    ) -> tuple[Tensor, Aux]:
+        """Cross-entropy to the projected Bellman target of the more pessimistic target critic.
+
+        Args:
+          params: both online critics, stacked [2, ...].
+          stats: statistics of the online and the target critics.
+          target: both target critics; their forward normalises by the batch and moves their statistics.
+          actor: policy parameters; evaluated with running statistics.
+          actor_stats: the policy's statistics.
+          log_temperature: ().
+          batch: [B, ...], rewards scaled.
+          noise: [B, A] standard normal.
+        """
+        rows = batch.reward.shape[0]
+        now, after = batch.observation, batch.next_observation
+        (mean, log_std), _ = networks.actor(actor, actor_stats, after.actor, training=False, dtype=dtype)
+        policy = distributions.sample(mean, log_std, noise)
+        observation = torch.cat([critic_view(now), critic_view(after)])
+        action = torch.cat([batch.action, policy.action])
+
+        target_log_probs, target_stats = ensemble(
+            target, stats.target, observation, action, training=True, dtype=dtype
+        )
+        support = atoms(target_log_probs)
+        chosen = value.pessimistic(target_log_probs[:, rows:], support)
+        entropy_term = torch.exp(log_temperature) * policy.log_prob
+        goal = torch.func.vmap(backup, (0, 0, 0, 0, None))(
+            torch.exp(chosen), batch.reward, batch.terminated, entropy_term, support
+        ).detach()
+
+        log_probs, online_stats = ensemble(params, stats.online, observation, action, training=True, dtype=dtype)
+        log_probs = log_probs[:, :rows]
+        loss = -(goal * log_probs).sum(-1).mean()
+        metrics = {
+            "critic_loss": loss,
+            "max_entropy_bonus": entropy_term.amax(),
+            "target_q": value.expectation(chosen, support).mean(),
+        }
+        return loss, Aux(CriticStats(online_stats, target_stats), metrics)
+
+    def actor_loss(
+        params: Actor,
+        stats: Stats,
+        critic: Critic,
+        critic_stats: Stats,
+        log_temperature: Tensor,
+        batch: Transition,
+        noise: Tensor,
+    ) -> tuple[Tensor, Aux]:
+        """Mean of temperature times log-probability minus the lower critic's value, plus behaviour cloning.
+
+        Args:
+          params: policy parameters.
+          stats: the policy's statistics.
+          critic: both online critics, stacked [2, ...], evaluated with running statistics.
+          critic_stats: their statistics.
+          log_temperature: ().
+          batch: [B, ...].
+          noise: [2B, A] standard normal: the next observations share the batch statistics, not the loss.
+        """
+        rows = batch.reward.shape[0]
+        observation = torch.cat([batch.observation.actor, batch.next_observation.actor])
+        (mean, log_std), stats = networks.actor(params, stats, observation, training=True, dtype=dtype)
+        policy = distributions.sample(mean, log_std, noise)
+        action, log_prob = policy.action[:rows], policy.log_prob[:rows]
+        log_probs, _ = ensemble(
+            critic, critic_stats, critic_view(batch.observation), action, training=False, dtype=dtype
+        )
+        q = value.expectation(log_probs, atoms(log_probs)).amin(0)
+        loss = (torch.exp(log_temperature) * log_prob - q).mean()
+        if config.bc_alpha > 0:
+            loss = loss + config.bc_alpha * q.abs().mean().detach() * ((action - batch.action) ** 2).mean()
+        metrics = {
+            "actor_loss": loss,
+            "entropy": -log_prob.mean(),
+            "mean_action": action.mean(),
+            "q": q.mean(),
+        }
+        return loss, Aux(stats, metrics)
+
+    def temperature_loss(log_temperature: Tensor, stats: tuple[()], entropy: Tensor) -> tuple[Tensor, Aux]:
+        """Drives the policy's entropy [()] to the target: `temperature * (entropy - target)`."""
+        temperature = torch.exp(log_temperature)
+        loss = temperature * (entropy - entropy_goal)
+        return loss, Aux(stats, {"temperature_loss": loss, "temperature": temperature})
+
+    return Losses(critic_loss, actor_loss, temperature_loss)

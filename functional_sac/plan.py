@@ -1,0 +1,86 @@
+"""The host's arithmetic of a run: what is due at which count of environment steps. No tensor here."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+from functional_sac.config import TrainConfig
+
+
+class Due(NamedTuple):
+    """What is to be done after a step."""
+
+    log: bool
+    evaluate: bool
+    snapshot: bool
+
+
+class Turn(NamedTuple):
+    """What one vector step does."""
+
+    random: bool  # uniform actions instead of the policy's
+    learn: bool  # a cycle after the step
+
+
+def settle(config: TrainConfig) -> TrainConfig:
+    """Returns the config with every 0 that means "choose" replaced by the number that the run keeps, resumes included.
+
+    `lr_decay_updates` becomes the number of updates of this run, intervals become shares of its length.
+    """
+    steps = config.env_steps
+
+    def share(given: int, parts: int) -> int:
+        return given or max(1, math.ceil(steps / parts))
+
+    evaluate = share(config.eval_every, 10)
+    return dataclasses.replace(
+        config,
+        lr_decay_updates=config.lr_decay_updates or max(1, config.lr_warmup_updates, total_updates(config)),
+        eval_every=evaluate,
+        log_every=share(config.log_every, 200),
+        snapshot_every=config.snapshot_every or 2 * evaluate,
+    )
+
+
+def vector_steps(config: TrainConfig) -> int:
+    """Returns the steps of all environments together that the run takes."""
+    return math.ceil(config.env_steps / config.num_envs)
+
+
+def total_updates(config: TrainConfig) -> int:
+    """Returns the updates of an uninterrupted run."""
+    learning_steps = vector_steps(config) - next_learning_step(config) + 1
+    return config.updates_per_step * max(0, learning_steps)
+
+
+def next_learning_step(config: TrainConfig) -> int:
+    """Returns the number, from 1, of the first vector step after which the replay holds enough to learn."""
+    rows = max(config.learning_starts, 1)
+    return math.ceil(rows / config.num_envs) + config.n_step - 1
+
+
+def turn(config: TrainConfig, inserted: int, learned: bool) -> Turn:
+    """Tells what the next vector step does.
+
+    Args:
+      config: the run.
+      inserted: vector steps that the replay has taken in.
+      learned: whether any update has been done; a run that refills its replay acts by its policy.
+    """
+    start = next_learning_step(config)
+    return Turn(random=config.random_warmup and not learned and inserted < start, learn=inserted + 1 >= start)
+
+
+def due(config: TrainConfig, before: int, now: int, last: bool) -> Due:
+    """Tells what is due at `now` environment steps (`before` a step earlier): the first count past each multiple.
+
+    The last step of a run is always logged, evaluated and saved.
+    """
+
+    def crosses(every: int) -> bool:
+        return last or now // every > before // every
+
+    evaluate = config.eval_episodes > 0 and crosses(config.eval_every)
+    return Due(crosses(config.log_every) or evaluate, evaluate, crosses(config.snapshot_every))

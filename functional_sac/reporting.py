@@ -1,0 +1,110 @@
+"""What a run says of itself: records, rates, the learning curve and a short film."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from functional_sac import acting, evaluation
+from functional_sac.envs.env import Env, EnvSpec
+from functional_sac.evaluation import Result
+from functional_sac.iteration import Episodes, TrainState
+from functional_sl.run import figures, runlog, video
+
+
+class Mark(NamedTuple):
+    """A moment of a run."""
+
+    seconds: float
+    env_steps: int
+    updates: int
+
+
+def learning(state: TrainState, metrics: dict[str, Tensor], rate: Tensor) -> dict[str, Any]:
+    """Returns the losses (means over seeds), skipped updates (sums over seeds) and learning rate as numbers."""
+    sac = state.sac
+    skipped = {f"skipped_{name}": getattr(sac, name).gate.skipped for name in ("actor", "critic", "temperature")}
+    return {
+        **{name: _mean(value) for name, value in metrics.items()},
+        **{name: int(value.sum()) for name, value in skipped.items()},
+        "learning_rate": float(rate.reshape(-1)[0]),
+        "reward_scale": _mean(state.scale.var.sqrt()),
+    }
+
+
+def episodes(totals: Episodes) -> dict[str, Any]:
+    """Returns number, mean return and mean length of the finished training episodes; None where none finished."""
+    count = int(totals.count.sum())
+    mean_return, mean_length = float(totals.returns.sum()), int(totals.lengths.sum())
+    return {
+        "train_episodes": count,
+        "train_return_mean": mean_return / count if count else None,
+        "train_length_mean": mean_length / count if count else None,
+    }
+
+
+def evaluated(results: Sequence[Result]) -> dict[str, Any]:
+    """Returns mean and standard deviation over the episodes of all seeds, and each seed's mean.
+
+    An episode that did not finish within the time limit has no return and takes no part.
+    """
+    per_seed = [result.returns.double() for result in results]
+    returns = torch.cat(per_seed)
+    values: dict[str, Any] = {
+        "eval_return_mean": float(returns.mean()),
+        "eval_return_std": float(returns.std(correction=0)),
+        "eval_length_mean": float(torch.cat([result.lengths for result in results]).double().mean()),
+    }
+    if len(results) > 1:
+        values["eval_return_seeds"] = [float(seed.mean()) for seed in per_seed]
+    return values
+
+
+def rates(begin: Mark, end: Mark, num_seeds: int) -> dict[str, float]:
+    """Returns environment steps and updates a second between two marks, over all seeds."""
+    seconds = max(end.seconds - begin.seconds, 1e-9)
+    return {
+        "env_steps_per_s": round(num_seeds * (end.env_steps - begin.env_steps) / seconds, 1),
+        "updates_per_s": round(num_seeds * (end.updates - begin.updates) / seconds, 2),
+    }
+
+
+def draw_curve(run_dir: Path, spec: EnvSpec) -> None:
+    """Draws `learning_curve.png` from the run's effective records; several seeds give a mean and a band."""
+    records = [r for r in runlog.effective(run_dir) if r.get("eval_return_mean") is not None]
+    steps = [r["step"] for r in records]
+    if records and "eval_return_seeds" in records[0]:
+        seeds = zip(*(r["eval_return_seeds"] for r in records), strict=True)
+        series = figures.band("mean and range over seeds", [(steps, list(seed)) for seed in seeds])
+    else:
+        means = [r["eval_return_mean"] for r in records]
+        spread = [r["eval_return_std"] for r in records]
+        low = [m - s for m, s in zip(means, spread, strict=True)]
+        high = [m + s for m, s in zip(means, spread, strict=True)]
+        series = figures.Series("mean and deviation over episodes", steps, means, low, high)
+    figures.learning_curve(
+        run_dir / "learning_curve.png",
+        [series],
+        title=f"{spec.task}: evaluation return",
+        xlabel="environment steps",
+        ylabel="return",
+        target=spec.solved_return,
+    )
+
+
+def film(path: Path, env: Env, policy: tuple[Any, Any], key: Tensor, dtype: torch.dtype) -> None:
+    """Writes one deterministic episode as a GIF in real time."""
+    params, stats = policy
+    pictures = evaluation.frames(env, lambda x: acting.deterministic(params, stats, x, dtype), key)
+    stride = max(1, round(1 / (25 * env.spec.control_dt)))
+    video.write(path, pictures[::stride], 1 / (stride * env.spec.control_dt))
+
+
+def _mean(value: Tensor) -> float:
+    numbers = value.double().reshape(-1).tolist()
+    return numbers[0] if len(numbers) == 1 else statistics.fmean(numbers)

@@ -1,0 +1,78 @@
+"""Reward scaling by the spread of running discounted returns (FlashSAC, arXiv 2604.04539)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+EPS = 1e-8
+OLD_COUNT_EPS = 1e-4
+
+
+class RewardScaleState(NamedTuple):
+    """Running moments of the discounted return.
+
+    Attributes:
+      returns: [N] float32, every environment's running discounted return.
+      max_abs: () float32, the largest |return| seen.
+      mean: () float32.
+      var: () float32.
+      count: () float32, returns seen (with the prior's weight).
+    """
+
+    returns: Tensor
+    max_abs: Tensor
+    mean: Tensor
+    var: Tensor
+    count: Tensor
+
+
+def init(num_envs: int, *, prior_count: float = 0.0, device: torch.device | str | None = None) -> RewardScaleState:
+    """Returns mean 0 and variance 1 with the weight `prior_count` (0 official, 1e-4 UniLab)."""
+    return RewardScaleState(
+        returns=torch.zeros(num_envs, device=device),
+        max_abs=torch.zeros((), device=device),
+        mean=torch.zeros((), device=device),
+        var=torch.ones((), device=device),
+        count=torch.full((), prior_count, device=device),
+    )
+
+
+def update(
+    state: RewardScaleState, reward: Tensor, done: Tensor, gamma: float, *, old_count_eps: float = OLD_COUNT_EPS
+) -> RewardScaleState:
+    """Takes in one vector step.
+
+    The carried return is dropped where the step ends an episode, before its reward is added, as the official
+    code does.
+
+    Args:
+      state: before the step.
+      reward: [N] float32, unscaled.
+      done: [N] bool, terminated or truncated.
+      gamma: discount per step.
+      old_count_eps: added to the old count where it weights the old variance (1e-4 official, 0 UniLab).
+
+    Returns:
+      The state after it.
+    """
+    returns = torch.where(done, 0.0, gamma * state.returns) + reward
+    rows = returns.shape[0]
+    var, mean = torch.var_mean(returns, correction=0)
+    delta = mean - state.mean
+    total = state.count + rows
+    spread = state.var * (state.count + old_count_eps) + var * rows + delta * delta * state.count * rows / total
+    return RewardScaleState(
+        returns=returns,
+        max_abs=torch.maximum(state.max_abs, returns.abs().amax()),
+        mean=state.mean + delta * rows / total,
+        var=spread / total,
+        count=total,
+    )
+
+
+def denominator(state: RewardScaleState, return_bound: float) -> Tensor:
+    """Returns the 0-d divisor `max(sqrt(var + eps), max_abs / return_bound)` of a reward."""
+    return torch.maximum(torch.sqrt(state.var + EPS), state.max_abs / return_bound)

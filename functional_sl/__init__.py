@@ -1,0 +1,33 @@
+"""What is true of any gradient step: pytrees, keys, optimizers, the gated step, ranks, runs."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+_MODULES = (
+    "capture",
+    "gate",
+    "keys",
+    "loss_scale",
+    "losses",
+    "optim",
+    "parallel",
+    "run",
+    "schedules",
+    "step",
+    "tree",
+    "wire",
+)
+
+
+def __getattr__(name: str) -> ModuleType:
+    """Imports a module of the package when it is first asked for, so that importing the package costs nothing."""
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Returns the table of contents."""
+    return sorted(_MODULES)

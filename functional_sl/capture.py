@@ -1,0 +1,46 @@
+"""Compiling a pure `(state, *inputs) -> (state, metrics)`.
+
+A compiled region takes and returns flat tuples of tensors: Dynamo on torch 2.11 rebuilds NamedTuples wrongly
+when they travel from one compiled call to the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from functional_sl import tree
+
+Function = Callable[..., tuple[tree.Tree, dict[str, Tensor]]]
+
+
+def compiled(fn: Function) -> Function:
+    """Returns `fn` compiled as one graph (`fullgraph=True`), with the same arguments and results.
+
+    Args:
+      fn: `(state, *inputs) -> (state, metrics)`; the new state has the old one's structure, `metrics` is a flat
+        dict. The structure of the arguments is fixed at the first call.
+
+    Raises:
+      ValueError: from a call whose arguments have another structure.
+    """
+    structure = template = run = None
+
+    def flat(*leaves: Tensor) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+        state, metrics = fn(*tree.map(lambda i: leaves[i], template))
+        return tuple(tree.leaves(state)), metrics
+
+    def call(state: tree.Tree, *inputs: tree.Tree) -> tuple[tree.Tree, dict[str, Tensor]]:
+        nonlocal structure, template, run
+        leaves, found = tree.flatten((state, *inputs))
+        if structure is None:
+            structure, template = found, tree.unflatten(found, range(len(leaves)))
+            run = torch.compile(flat, fullgraph=True, dynamic=False)
+        elif found != structure:
+            raise ValueError(f"compiled for arguments {structure}, called with {found}; compile the function anew")
+        new, metrics = run(*leaves)
+        return tree.unflatten(tree.flatten(state)[1], new), metrics
+
+    return call

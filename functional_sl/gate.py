@@ -1,0 +1,46 @@
+"""The gate: one 0-d bool decides whether a whole update happens, on every rank alike.
+
+Nothing here branches on the host: a closed gate selects the old tree, so the same code runs eagerly, compiled
+and inside a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from functional_sl import tree
+
+
+class GateState(NamedTuple):
+    """Counts of one optimizer's closed gates.
+
+    Attributes:
+      skipped: () int64, all skipped updates.
+      consecutive: () int64, skipped updates since the last accepted one.
+    """
+
+    skipped: Tensor
+    consecutive: Tensor
+
+
+def init(device: torch.device | str | None = None) -> GateState:
+    """Returns counters at zero."""
+    return GateState(*(torch.zeros((), dtype=torch.int64, device=device) for _ in range(2)))
+
+
+def is_open(reduced: Tensor) -> Tensor:
+    """Tells from a reduced group [P + 1] (sentinel last) whether its update may happen, as a 0-d bool.
+
+    It may when no rank raised its sentinel and the reduced gradient is finite (a BF16 sum can overflow though every
+    summand is finite). Every rank holds the same bytes after the reduction, hence the same answer.
+    """
+    return (reduced[-1] == 0) & tree.all_finite(reduced)
+
+
+def update(state: GateState, ok: Tensor) -> GateState:
+    """Counts one decision."""
+    closed = (~ok).to(torch.int64)
+    return GateState(skipped=state.skipped + closed, consecutive=(state.consecutive + 1) * closed)

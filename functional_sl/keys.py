@@ -1,0 +1,444 @@
+"""PRNG keys as tensors: threefry-2x32 with the names, argument order and values of `jax.random`.
+
+A key is an int64 tensor [..., 2] of two uint32 words; leading axes are a batch of keys, and every draw puts
+them in front of its own shape, equal to one draw per key. Several draws therefore cost one hash:
+`normal(split(key, 3), (4,))` is three draws of four. The values are those of jax's partitionable layout
+(`jax_threefry_partitionable`, its default), where word i of a draw depends on the key and i alone.
+
+Every function is pure tensor arithmetic without a host read, so it runs under `torch.func`, `torch.compile`
+and in a CUDA graph. Hash: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Shape = Sequence[int]
+Word = int | Tensor
+
+_WORD = 0xFFFFFFFF
+_INT32_MIN, _INT32_MAX = -(2**31), 2**31 - 1
+# Up to this many hashes Python's own integers are faster than numpy.
+_FEW = 4
+_PARITY = 0x1BD11BDA
+_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+# numpy converts a Python operand anew at each call; 0-d arrays make the hash a fifth faster.
+_ROTATION_ARRAYS = tuple(
+    tuple((np.array(r, np.uint32), np.array(32 - r, np.uint32)) for r in rotations) for rotations in _ROTATIONS
+)
+# Giles, "Approximating the erfinv function", GPU Computing Gems (Jade edition), 2012, table 5; highest power first.
+_ERFINV_CENTRE = (2.81022636e-08, 3.43273939e-07, -3.5233877e-06, -4.39150654e-06, 0.00021858087)
+_ERFINV_CENTRE += (-0.00125372503, -0.00417768164, 0.246640727, 1.50140941)
+_ERFINV_TAIL = (-0.000200214257, 0.000100950558, 0.00134934322, -0.00367342844, 0.00573950773)
+_ERFINV_TAIL += (-0.0076224613, 0.00943887047, 1.00167406, 2.83297682)
+
+
+def key(seed: int, device: torch.device | str | None = None) -> Tensor:
+    """Returns the key of an integer seed, the words of `jax.random.key` with 64-bit types off (jax's default).
+
+    Only the seed modulo 2^32 counts: -1 and 2^32 - 1 give one key, and so do 0 and 2^32.
+
+    Args:
+      seed: a Python int in [-2^63, 2^63).
+      device: where the key lives; torch's default device if None.
+
+    Returns:
+      [2] int64.
+
+    Raises:
+      TypeError: if `seed` is not an int.
+      ValueError: if it needs more than 64 bits.
+    """
+    if not isinstance(seed, int):
+        raise TypeError(f"seed must be a Python int, got {seed!r}")
+    if not -(2**63) <= seed < 2**63:
+        raise ValueError(f"seed must lie in [-2**63, 2**63), got {seed}")
+    return torch.tensor([0, seed & _WORD], dtype=torch.int64, device=device)
+
+
+def split(key: Tensor, num: int | Shape = 2) -> Tensor:
+    """Returns `num` new keys; child i is the same for every `num` > i.
+
+    Args:
+      key: [..., 2] int64.
+      num: how many, or a shape of keys.
+
+    Returns:
+      [..., num, 2] int64.
+
+    Raises:
+      TypeError, ValueError: for what is not a key, or a negative `num`.
+    """
+    return _words(key, (num,) if isinstance(num, int) else num)
+
+
+def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
+    """Returns the key that belongs to `data`, which equals `split(key, n)[..., data, :]`.
+
+    Args:
+      key: [..., 2] int64.
+      data: an int in [0, 2^32), or an int64 tensor of which the low 32 bits count and whose axes broadcast
+        against the key's leading axes.
+
+    Returns:
+      [..., 2] int64.
+
+    Raises:
+      TypeError, ValueError: for what is not a key, or an int outside the range.
+    """
+    _check_key(key)
+    if isinstance(data, int):
+        if not 0 <= data <= _WORD:
+            raise ValueError(f"data must lie in [0, 2**32), got {data}: take it modulo 2**32 first")
+        data = torch.full((), data, dtype=torch.int64, device=key.device)
+    return _hash(key, data & _WORD)
+
+
+def bits(key: Tensor, shape: Shape = ()) -> Tensor:
+    """Returns uniform 32-bit words, exactly those of `jax.random.bits`.
+
+    Args:
+      key: [..., 2] int64.
+      shape: the shape of one key's draw.
+
+    Returns:
+      [..., *shape] int64 in [0, 2^32).
+
+    Raises:
+      TypeError, ValueError: for what is not a key, or a shape with a negative size.
+    """
+    high, low = _words(key, shape).unbind(-1)
+    return high ^ low
+
+
+def uniform(
+    key: Tensor,
+    shape: Shape = (),
+    minval: float | Tensor = 0.0,
+    maxval: float | Tensor = 1.0,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Returns uniform numbers in [minval, maxval); in [0, 1) exactly those of `jax.random.uniform`.
+
+    For another range the exact fraction is scaled in float64 and rounded once, where jax rounds the bounds and
+    each operation: in float32 the two differ by less than 2^-21 max(|minval|, |maxval|). In both, the last
+    rounding may give `maxval` itself.
+
+    Args:
+      key: [..., 2] int64.
+      shape: the shape of one key's draw.
+      minval: lower bound, a number or a tensor that broadcasts to the result.
+      maxval: upper bound, likewise; with tensors `minval <= maxval` is the caller's duty.
+      dtype: float32 or float64 (the values of jax with 64-bit types on).
+
+    Returns:
+      [..., *shape] of `dtype`.
+
+    Raises:
+      TypeError, ValueError: for what is not a key, a bad shape or dtype, or numbers with `minval > maxval`.
+    """
+    integers, digits = _integers(key, shape, dtype)
+    fractions = integers.to(dtype) * 2.0**-digits
+    if not isinstance(minval, Tensor) and not isinstance(maxval, Tensor):
+        if minval > maxval:
+            raise ValueError(f"uniform needs minval <= maxval, got {minval} and {maxval}")
+        if (minval, maxval) == (0.0, 1.0):
+            return fractions
+    start, end = (_bound("uniform", x, fractions.shape, torch.float64) for x in (minval, maxval))
+    return (fractions.to(torch.float64) * (end - start) + start).to(dtype)
+
+
+def normal(key: Tensor, shape: Shape = (), dtype: torch.dtype = torch.float32) -> Tensor:
+    """Returns standard normal numbers, within 4 ulp of `jax.random.normal` on CPU.
+
+    Args:
+      key: [..., 2] int64.
+      shape: the shape of one key's draw.
+      dtype: float32, or float64 (within 1e-10 of jax with 64-bit types on).
+
+    Returns:
+      [..., *shape] of `dtype`.
+
+    Raises:
+      TypeError, ValueError: for what is not a key, or a bad shape or dtype.
+    """
+    integers, digits = _integers(key, shape, dtype)
+    # Exact in `dtype`: the odd multiples of 2^-(digits + 1) in (-1, 1), at which jax too evaluates erfinv.
+    symmetric = (integers * 4 + (1 - 2 ** (digits + 1))).to(dtype) * 2.0 ** -(digits + 1)
+    return _erfinv(symmetric) * math.sqrt(2.0)
+
+
+def truncated_normal(
+    key: Tensor, lower: float, upper: float, shape: Shape = (), dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Returns standard normal numbers conditioned on the open interval (lower, upper).
+
+    The draws are those of `jax.random.truncated_normal`; within |bounds| <= 3 they agree to 1e-5 in float32.
+    Further out jax loses digits in erf, which is evaluated in float64 here.
+
+    Args:
+      key: [..., 2] int64.
+      lower: finite lower bound.
+      upper: finite upper bound.
+      shape: the shape of one key's draw.
+      dtype: float32 or float64.
+
+    Returns:
+      [..., *shape] of `dtype`.
+
+    Raises:
+      TypeError, ValueError: for what is not a key, a bad shape or dtype, or bounds not finite or not in order.
+    """
+    if not -math.inf < lower < upper < math.inf:
+        raise ValueError(f"truncated_normal needs finite lower < upper, got {lower} and {upper}")
+    start, end = (math.erf(x / math.sqrt(2.0)) for x in (lower, upper))
+    u = uniform(key, shape, start, end, dtype)
+    largest = 1.0 - torch.finfo(dtype).eps / 2
+    u = u.clamp(-largest, largest)
+    number = np.float32 if dtype == torch.float32 else np.float64
+    inside = (float(np.nextafter(number(x), number(to))) for x, to in ((lower, math.inf), (upper, -math.inf)))
+    return (_erfinv(u) * math.sqrt(2.0)).clamp(*inside)
+
+
+def exponential(key: Tensor, shape: Shape = (), dtype: torch.dtype = torch.float32) -> Tensor:
+    """Returns exponential numbers of rate 1, within 2 ulp of `jax.random.exponential` on CPU.
+
+    Args:
+      key: [..., 2] int64.
+      shape: the shape of one key's draw.
+      dtype: float32, or float64 (within 1e-12 relative of jax with 64-bit types on).
+
+    Returns:
+      [..., *shape] of `dtype`.
+
+    Raises:
+      TypeError, ValueError: for what is not a key, or a bad shape or dtype.
+    """
+    return -torch.log1p(-uniform(key, shape, dtype=dtype))
+
+
+def bernoulli(key: Tensor, p: float | Tensor = 0.5, shape: Shape | None = None) -> Tensor:
+    """Returns booleans that are true with probability `p`, exactly those of `jax.random.bernoulli`.
+
+    Args:
+      key: [..., 2] int64.
+      p: probability, a number or a float32 tensor that broadcasts to the result.
+      shape: the shape of one key's draw; that of `p` if None.
+
+    Returns:
+      [..., *shape] bool.
+
+    Raises:
+      TypeError, ValueError: for what is not a key, a bad shape, or a `p` that does not broadcast to the result.
+    """
+    if shape is None:
+        shape = p.shape if isinstance(p, Tensor) else ()
+    u = uniform(key, shape)
+    return u < _bound("bernoulli", p, u.shape, u.dtype)
+
+
+def randint(key: Tensor, shape: Shape, minval: int | Tensor, maxval: int | Tensor) -> Tensor:
+    """Returns integers in [minval, maxval), exactly the int32 values of `jax.random.randint`.
+
+    Any span up to 2^32 - 1 works. As in jax, a span that is no power of two has a relative bias of about
+    span * 2^-64 up to span 2^16, and of span * 2^-32 above.
+
+    Args:
+      key: [..., 2] int64.
+      shape: the shape of one key's draw.
+      minval: inclusive lower bound in the int32 range, an int or an integer tensor that broadcasts to the result.
+      maxval: exclusive upper bound, likewise.
+
+    Returns:
+      [..., *shape] int64. Where a tensor bound gives `maxval <= minval` the result is `minval`, as in jax.
+
+    Raises:
+      TypeError, ValueError: for what is not a key, a bad shape, an int outside the int32 range, or two ints with
+        `minval >= maxval` (jax returns `minval` then).
+    """
+    for name, value in (("minval", minval), ("maxval", maxval)):
+        if not isinstance(value, Tensor) and not _INT32_MIN <= value <= _INT32_MAX:
+            raise ValueError(f"randint needs {name} in the int32 range, got {value}")
+    higher, lower = bits(split(key), shape).unbind(key.ndim - 1)
+    start, end = (_bound("randint", x, lower.shape, torch.int64) for x in (minval, maxval))
+    span = end - start
+    if isinstance(span, Tensor):
+        span = span.clamp(min=1)
+    elif span < 1:
+        raise ValueError(f"randint needs minval < maxval, got {minval} and {maxval}")
+    # 2^32 modulo span, with the overflow of jax's uint32 square: zero above a span of 2^16.
+    multiplier = ((2**16 % span) ** 2 & _WORD) % span
+    return (higher % span * multiplier + lower % span) % span + start
+
+
+def permutation(key: Tensor, n: int) -> Tensor:
+    """Returns a random order of 0 .. n - 1, exactly that of `jax.random.permutation`.
+
+    Args:
+      key: [..., 2] int64.
+      n: a Python int.
+
+    Returns:
+      [..., n] int64.
+
+    Raises:
+      TypeError, ValueError: for what is not a key, or a negative `n`.
+    """
+    _check_key(key)
+    _check_shape((n,))
+    order = torch.arange(n, device=key.device).repeat(*key.shape[:-1], 1)
+    # Equal sort keys keep their order, so jax sorts again until three times log2(n) bits have been used.
+    for _ in range(math.ceil(3 * math.log(max(n, 1)) / math.log(_WORD))):
+        key, subkey = split(key).unbind(-2)
+        order = order.gather(-1, torch.sort(bits(subkey, (n,)), stable=True).indices)
+    return order
+
+
+def _integers(key: Tensor, shape: Shape, dtype: torch.dtype) -> tuple[Tensor, int]:
+    """Returns integers in [0, 2^digits) and `digits`, the fraction bits of `dtype`."""
+    if dtype == torch.float32:
+        return bits(key, shape) >> 9, 23
+    if dtype == torch.float64:
+        high, low = _words(key, shape).unbind(-1)
+        return (high << 20) | (low >> 12), 52
+    raise ValueError(f"dtype must be float32 or float64, got {dtype}: draw float32 and convert")
+
+
+def _erfinv(x: Tensor) -> Tensor:
+    if x.dtype == torch.float64:
+        return torch.erfinv(x)
+    w = -torch.log1p(-x * x)
+    centre, tail = _polynomial(_ERFINV_CENTRE, w - 2.5), _polynomial(_ERFINV_TAIL, torch.sqrt(w) - 3.0)
+    return torch.where(w < 5.0, centre, tail) * x
+
+
+def _polynomial(coefficients: Sequence[float], x: Tensor) -> Tensor:
+    # Adding 1 times a coefficient takes half as long as adding a number, of which torch makes a tensor first.
+    one = torch.ones_like(x)
+    result = torch.full_like(x, coefficients[0])
+    for coefficient in coefficients[1:]:
+        result = torch.add(result * x, one, alpha=coefficient)
+    return result
+
+
+def _bound(function: str, value: float | Tensor, shape: Shape, dtype: torch.dtype) -> float | Tensor:
+    """Returns a parameter of a distribution in `dtype`, refusing one that would enlarge the result."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.ndim and torch.broadcast_shapes(value.shape, shape) != tuple(shape):
+        raise ValueError(f"{function}: a bound of shape {tuple(value.shape)} does not broadcast to {tuple(shape)}")
+    return value.to(dtype)
+
+
+def _words(key: Tensor, shape: Shape) -> Tensor:
+    """Returns the two hash words of every counter 0 .. size - 1 as [..., *shape, 2] int64."""
+    _check_key(key)
+    _check_shape(shape)
+    words = _hash(key.unsqueeze(-2), torch.arange(math.prod(shape), device=key.device))
+    return words.reshape(*key.shape[:-1], *shape, 2)
+
+
+def _check_key(key: Tensor) -> None:
+    if not isinstance(key, Tensor) or key.dtype != torch.int64:
+        found = key.dtype if isinstance(key, Tensor) else type(key).__name__
+        raise TypeError(f"a key is an int64 tensor [..., 2], got {found}: make one with keys.key(seed)")
+    if key.ndim == 0 or key.shape[-1] != 2:
+        raise ValueError(f"a key is an int64 tensor [..., 2], got shape {tuple(key.shape)}")
+
+
+def _check_shape(shape: Shape) -> None:
+    if any(size < 0 for size in shape) or math.prod(shape) > _WORD:
+        raise ValueError(f"sizes must be at least 0 and their product below 2**32, got {tuple(shape)}")
+
+
+def _hash(key: Tensor, count: Tensor) -> Tensor:
+    """Returns threefry-2x32 of the block (0, count) under `key`.
+
+    Args:
+      key: [..., 2] int64.
+      count: int64 in [0, 2^32), broadcast against the key's leading axes.
+
+    Returns:
+      [..., 2] int64.
+    """
+    # One eager torch operation costs more than a numpy one, and a hash takes over a hundred.
+    if key.device.type == "cpu" and not torch.compiler.is_compiling():
+        return torch.ops.functional_sl.threefry2x32(key, count)
+    return _hash_torch(key, count)
+
+
+def _hash_torch(key: Tensor, count: Tensor) -> Tensor:
+    return torch.stack(_rounds(*key.unbind(-1), count), -1)
+
+
+def _rounds(first: Word, second: Word, count: Word) -> tuple[Word, Word]:
+    schedule = (first, second, first ^ second ^ _PARITY)
+    # The left word needs no mask before the end: a few dozen sums of 32-bit words stay far below 2^63.
+    left, right = first, (count + second) & _WORD
+    for group in range(5):
+        for rotation in _ROTATIONS[group % 2]:
+            left = left + right
+            right = (((right << rotation) | (right >> (32 - rotation))) ^ left) & _WORD
+        left = left + schedule[(group + 1) % 3]
+        right = (right + schedule[(group + 2) % 3] + (group + 1)) & _WORD
+    return left & _WORD, right
+
+
+def _hash_cpu(key: Tensor, count: Tensor) -> Tensor:
+    first, second, counts = key[..., 0].numpy(), key[..., 1].numpy(), count.numpy()
+    blocks = np.broadcast(first, second, counts)
+    if blocks.size > _FEW:
+        return torch.from_numpy(_hash_numpy(first, second, counts, blocks.shape))
+    words = [_rounds(*map(int, block)) for block in blocks]
+    return torch.from_numpy(np.array(words, np.int64).reshape(*blocks.shape, 2))
+
+
+def _hash_numpy(first: np.ndarray, second: np.ndarray, count: np.ndarray, shape: Shape) -> np.ndarray:
+    """The same as `_rounds` in wrapping uint32 arithmetic, in place."""
+    first, second = first.astype(np.uint32), second.astype(np.uint32)
+    schedule = (first, second, first ^ second ^ np.uint32(_PARITY))
+    left, right, carry = np.empty(shape, np.uint32), np.empty(shape, np.uint32), np.empty(shape, np.uint32)
+    left[...] = first
+    np.add(count.astype(np.uint32), second, right)
+    for group in range(5):
+        for rotation, rest in _ROTATION_ARRAYS[group % 2]:
+            np.add(left, right, left)
+            np.right_shift(right, rest, carry)
+            np.left_shift(right, rotation, right)
+            np.bitwise_or(right, carry, right)
+            np.bitwise_xor(right, left, right)
+        np.add(left, schedule[(group + 1) % 3], left)
+        np.add(right, schedule[(group + 2) % 3], right)
+        np.add(right, group + 1, right)
+    result = np.empty((*shape, 2), np.int64)
+    result[..., 0], result[..., 1] = left, right
+    return result
+
+
+def _hash_fake(key: Tensor, count: Tensor) -> Tensor:
+    return key.new_empty((*torch.broadcast_shapes(key.shape[:-1], count.shape), 2))
+
+
+def _hash_vmap(info: Any, in_dims: tuple[int | None, int | None], key: Tensor, count: Tensor) -> tuple[Tensor, int]:
+    key_rank, count_rank = key.ndim - 1 - (in_dims[0] is not None), count.ndim - (in_dims[1] is not None)
+    rank = max(key_rank, count_rank)
+    key, count = _batch_first(key, in_dims[0], rank - key_rank), _batch_first(count, in_dims[1], rank - count_rank)
+    return torch.ops.functional_sl.threefry2x32(key, count), 0
+
+
+def _batch_first(x: Tensor, dim: int | None, missing: int) -> Tensor:
+    """Moves a vmapped axis to the front and puts `missing` axes of size one behind it, to broadcast as before."""
+    return x if dim is None else x.movedim(dim, 0)[(slice(None), *[None] * missing)]
+
+
+# torch.library.custom_op would say the same at three times the cost of a call.
+torch.library.define("functional_sl::threefry2x32", "(Tensor key, Tensor count) -> Tensor")
+torch.library.impl("functional_sl::threefry2x32", "cpu", _hash_cpu)
+torch.library.register_fake("functional_sl::threefry2x32", _hash_fake)
+torch.library.register_vmap("functional_sl::threefry2x32", _hash_vmap)

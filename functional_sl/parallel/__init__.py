@@ -1,0 +1,1 @@
+"""Ranks: the process groups and what travels between them."""

@@ -1,0 +1,181 @@
+"""Reductions over the ranks: of one packed gradient group, and of small statistics.
+
+One rank, a process group, and ranks simulated as a `torch.func.vmap` axis all reduce by the same rules:
+cast to the wire dtype, sum, restore the group's dtype, then divide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from functional_sl import tree
+from functional_sl.parallel.world import World
+from functional_sl.tree import Tree
+from functional_sl.wire import Layout, Reduce
+
+STATISTICS_DTYPES = (torch.float32, torch.float64, torch.int64)
+
+
+class Collectives(NamedTuple):
+    """What a step needs of the other ranks: their number and the two reductions."""
+
+    size: int
+    reduce: Reduce  # a packed gradient group: mean of the gradients, sum of the sentinels
+    sum: Callable[[Tensor], Tensor]  # a float32, float64 or int64 tensor of any shape, in its own dtype
+
+
+def single() -> Collectives:
+    """Returns the collectives of one rank alone, which touch no process group."""
+    return Collectives(size=1, reduce=identity, sum=_statistics_sum(lambda x: x))
+
+
+def process_group(group: dist.ProcessGroup) -> Collectives:
+    """Returns the collectives over `group`; all ranks of the group call them in the same order.
+
+    They are functional: `torch.compile(fullgraph=True)` traces them and a CUDA graph captures them.
+    """
+
+    def total(x: Tensor) -> Tensor:
+        return torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(x, "sum", name))
+
+    name, size = group.group_name, group.size()
+    return Collectives(size, packed_all_reduce(total, size), _statistics_sum(total))
+
+
+def simulated(size: int) -> Collectives:
+    """Returns the collectives of `size` ranks in one process, which are the axis of a `torch.func.vmap`.
+
+    The vmap directly around the call must be the one over ranks, and what is reduced must depend on something
+    that it maps; further vmaps (over seeds) go around it. Slices are added left to right by rank, and every
+    partial sum is rounded to the wire dtype: two Gloo ranks give the same bits, more ranks add in Gloo's order.
+
+    Raises:
+      ValueError: if `size` is not positive.
+      RuntimeError: from a reduction outside a vmap of exactly `size`; one rank needs none.
+    """
+    if size < 1:
+        raise ValueError(f"simulated({size}): the number of ranks must be at least 1")
+
+    def total(x: Tensor) -> Tensor:
+        return simulated_sum(x, size)
+
+    return Collectives(size, packed_all_reduce(total, size), _statistics_sum(total))
+
+
+def over(world: World) -> Collectives:
+    """Returns the collectives over the data group of `world`, or `single()` where it has none."""
+    return single() if world.data_group is None else process_group(world.data_group)
+
+
+def identity(flat: Tensor, layout: Layout) -> Tensor:
+    """Reduces over one rank: a `Reduce` that only rounds a BF16 group, as its trip over the wire would.
+
+    So one rank gives the same bits with and without a process group.
+    """
+    if layout.travels_as == layout.dtype:
+        return flat
+    return ordered_sum(flat.to(layout.travels_as)[None]).to(layout.dtype)
+
+
+def packed_all_reduce(total: Callable[[Tensor], Tensor], size: int) -> Reduce:
+    """Makes a `Reduce` of one sum over `size` ranks: the whole packed vector, sentinel included, in one call.
+
+    Args:
+      total: sums a tensor over the ranks in the tensor's own dtype.
+      size: the number of ranks; the gradients are divided by it after they are back in the group's dtype.
+    """
+
+    def reduce(flat: Tensor, layout: Layout) -> Tensor:
+        if flat.shape != (layout.size + 1,):
+            raise ValueError(f"the packed vector has shape {tuple(flat.shape)}, not [{layout.size} + 1]")
+        summed = total(flat.to(layout.travels_as)).to(layout.dtype)
+        return torch.cat([summed[:-1] / size, summed[-1:]])
+
+    return reduce
+
+
+def sum_over_ranks(collectives: Collectives, values: Tree) -> Tree:
+    """Sums a tree of small statistics over the ranks, exactly in each leaf's dtype, in one reduction a dtype.
+
+    Args:
+      collectives: over the ranks.
+      values: a tree of float32, float64 and int64 tensors.
+
+    Returns:
+      The sums, a tree like `values`.
+    """
+    leaves, structure = tree.flatten(values)
+    sums = list(leaves)
+    for dtype in dict.fromkeys(leaf.dtype for leaf in leaves):
+        places = [i for i, leaf in enumerate(leaves) if leaf.dtype == dtype]
+        flat = collectives.sum(torch.cat([leaves[i].reshape(-1) for i in places]))
+        parts = flat.split([leaves[i].numel() for i in places])
+        for i, part in zip(places, parts, strict=True):
+            sums[i] = part.view(leaves[i].shape)
+    return tree.unflatten(structure, sums)
+
+
+def mean_over_ranks(collectives: Collectives, values: Tree) -> Tree:
+    """Averages a tree of small floating-point statistics over the ranks: `sum_over_ranks`, then one division."""
+    return tree.map(lambda x: x / collectives.size, sum_over_ranks(collectives, values))
+
+
+def _statistics_sum(total: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def checked(x: Tensor) -> Tensor:
+        if x.dtype not in STATISTICS_DTYPES:
+            raise TypeError(f"statistics are summed as float32, float64 or int64, not {x.dtype}: convert them first")
+        return total(x)
+
+    return checked
+
+
+# Opaque to Inductor, which would keep partial sums in FP32 and drop a cast to BF16 and back.
+@torch.library.custom_op("functional_sl::ordered_sum", mutates_args=())
+def ordered_sum(x: Tensor) -> Tensor:
+    """Sums `[n, ...]` over the leading axis from first to last, rounding every partial sum to the dtype of `x`."""
+    total = x[0].clone()
+    for part in x[1:]:
+        total += part
+    return total
+
+
+@ordered_sum.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x[0])
+
+
+@ordered_sum.register_vmap
+def _(info, in_dims, x):
+    return ordered_sum(x.movedim(in_dims[0], 1)), 0
+
+
+@torch.library.custom_op("functional_sl::simulated_sum", mutates_args=())
+def simulated_sum(x: Tensor, size: int) -> Tensor:
+    """Sums `x` over the ranks that the innermost `torch.func.vmap` maps; every rank gets the same bytes."""
+    if size == 1:
+        return x.clone()
+    raise RuntimeError(
+        f"a reduction over {size} simulated ranks met a tensor that no vmap over ranks maps: "
+        f"call it inside torch.func.vmap over {size} ranks, on a value that depends on the rank"
+    )
+
+
+@simulated_sum.register_fake
+def _(x: Tensor, size: int) -> Tensor:
+    return torch.empty_like(x)
+
+
+@simulated_sum.register_vmap
+def _(info, in_dims, x, size):
+    if info.batch_size != size:
+        raise RuntimeError(
+            f"a reduction over {size} simulated ranks is inside a vmap of {info.batch_size}: "
+            f"the vmap directly around it must map the {size} ranks"
+        )
+    total = ordered_sum(x.movedim(in_dims[0], 0))
+    return total.expand(size, *total.shape).clone(), 0

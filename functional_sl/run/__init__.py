@@ -1,0 +1,1 @@
+"""The edges of a run: command line, run log, snapshots, progress, pictures."""

@@ -1,0 +1,94 @@
+"""Files that are there whole or not at all: temporary file, fsync, rename, directory fsync."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import secrets
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+TEMPORARY = r"\.\d+-[0-9a-f]{8}\.tmp"
+
+
+class Staged(NamedTuple):
+    """A complete, durable file that still has its temporary name."""
+
+    path: Path
+    bytes: int
+    sha256: str
+
+
+def stage(folder: Path, chunks: Iterable[bytes | memoryview]) -> Staged:
+    """Writes a temporary file in `folder`, hashing on the way, and fsyncs it.
+
+    Args:
+      folder: the folder in which the file will be published.
+      chunks: pieces of unsigned bytes, written one after the other.
+
+    Raises:
+      OSError: the temporary file is removed first.
+    """
+    path = folder / f".{os.getpid()}-{secrets.token_hex(4)}.tmp"
+    sha, size = hashlib.sha256(), 0
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        for chunk in chunks:
+            rest = memoryview(chunk)
+            sha.update(rest)
+            size += len(rest)
+            while rest:
+                rest = rest[os.write(descriptor, rest) :]
+        os.fsync(descriptor)
+    except BaseException:
+        _unlink(path)
+        raise
+    finally:
+        os.close(descriptor)
+    return Staged(path, size, sha.hexdigest())
+
+
+def publish(temporary: Path, path: Path) -> None:
+    """Renames a staged file to `path` in the same folder, replacing what is there, and makes that durable.
+
+    Raises:
+      OSError: the temporary file is removed first.
+    """
+    try:
+        os.replace(temporary, path)
+    except BaseException:
+        _unlink(temporary)
+        raise
+    sync_folder(path.parent)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Writes `data` to `path`: whatever interrupts it, the file is the old one or the new one."""
+    publish(stage(path.parent, [data]).path, path)
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes the names in `folder` durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def explain(error: OSError, path: Path, needed: int) -> str:
+    """Returns one line for a failed write of `needed` bytes under `path`: place, size, free space, cause, remedy."""
+    home = next(folder for folder in (path, *path.absolute().parents) if os.path.isdir(folder))
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    remedy = "free space there or lift the limit" if full else "choose a folder that can be written"
+    free = shutil.disk_usage(home).free
+    return f"{path}: cannot write {needed} bytes ({free} bytes are free): {error.strerror or error}; {remedy}"
+
+
+def _unlink(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(path)

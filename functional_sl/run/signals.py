@@ -1,0 +1,43 @@
+"""SIGINT and SIGTERM as a request to end in good order."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+
+class Stop:
+    """While it is open, the first SIGINT or SIGTERM sets `requested`; a second SIGINT interrupts at once.
+
+    Outside the main thread, where Python takes no signals, it never asks to stop.
+    """
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+        self._previous: dict[signal.Signals, Any] = {}
+
+    @property
+    def requested(self) -> bool:
+        """Whether a signal came."""
+        return self.signal is not None
+
+    @property
+    def name(self) -> str:
+        """The signal's name, such as SIGTERM."""
+        return self.signal.name if self.signal else ""
+
+    def __enter__(self) -> Stop:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._previous[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.signal = signal.Signals(number)
+        signal.signal(signal.SIGINT, signal.default_int_handler)

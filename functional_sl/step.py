@@ -1,0 +1,126 @@
+"""The one combinator of both packages: a loss becomes a gated gradient step.
+
+    loss -> grad -> pack with the sentinel -> reduce -> transform -> apply -> project -> select
+
+A step keeps parameters as a pytree and hands the optimizer one flat vector: the packed gradient, which is also
+what travels between ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from functional_sl import gate, optim, tree, wire
+from functional_sl.parallel.collectives import Collectives, single
+
+
+class Aux(NamedTuple):
+    """What a loss returns beside its value.
+
+    Attributes:
+      stats: the statistics (batch norm) after this loss; selected by the gate like the parameters.
+      metrics: 0-d tensors by name.
+    """
+
+    stats: tree.Tree
+    metrics: dict[str, Tensor]
+
+
+class StepState(NamedTuple):
+    """The state of one optimizer.
+
+    Attributes:
+      params: parameter pytree.
+      stats: statistics that the loss moves.
+      opt: the transform's state over the packed vector [P].
+      gate: counters of skipped updates.
+    """
+
+    params: tree.Tree
+    stats: tree.Tree
+    opt: tree.Tree
+    gate: gate.GateState
+
+
+class Step(NamedTuple):
+    """`init(params, stats) -> StepState` and `update(state, *inputs, scale=None) -> (StepState, ok, Aux)`."""
+
+    init: Callable[..., StepState]
+    update: Callable[..., tuple[StepState, Tensor, Aux]]
+
+
+Loss = Callable[..., tuple[Tensor, Aux]]
+
+
+def make_step(
+    loss: Loss,
+    transform: optim.Transform,
+    collectives: Collectives | None = None,
+    *,
+    wire_dtype: str = "float32",
+    project: Callable[[tree.Tree], tree.Tree] | None = None,
+) -> Step:
+    """Builds the gradient step of `loss`.
+
+    Args:
+      loss: `loss(params, stats, *inputs) -> (0-d value, Aux)`, differentiated in its first argument.
+      transform: the optimizer, over one flat vector.
+      collectives: how gradients meet those of other ranks; one rank by default.
+      wire_dtype: `float32` or `bfloat16`, see `wire.layout`.
+      project: applied to the new parameters (weight normalisation).
+
+    Returns:
+      The pair of functions. `update` takes `scale`, a 0-d loss scale for FP16; the gradients are unscaled before
+      the sentinel is read, so an overflow closes the gate. `ok` is the gate's 0-d bool and the same on every rank.
+    """
+    reduce = (collectives or single()).reduce
+
+    def init(params: tree.Tree, stats: tree.Tree = ()) -> StepState:
+        device = tree.leaves(params)[0].device
+        params, stats = tree.clone((params, stats))
+        return StepState(params, stats, transform.init(_ravel(params)), gate.init(device))
+
+    def update(state: StepState, *inputs: tree.Tree, scale: Tensor | None = None) -> tuple[StepState, Tensor, Aux]:
+        grads, value, aux = _differentiate(loss, state, inputs, scale)
+        layout = wire.layout(grads, wire_dtype)
+        reduced = reduce(wire.pack(layout, grads, wire.sentinel(value, grads)), layout)
+        ok = gate.is_open(reduced)
+        new = _apply(state, reduced[:-1], aux)
+        selected = tree.where(ok, new, (state.params, state.stats, state.opt))
+        return StepState(*selected, gate.update(state.gate, ok)), ok, aux
+
+    def _apply(state: StepState, gradient: Tensor, aux: Aux) -> tuple[tree.Tree, tree.Tree, tree.Tree]:
+        flat = _ravel(state.params)
+        updates, opt = transform.update(gradient, state.opt, flat)
+        params = wire.unpack(flat + updates, state.params)
+        return (project(params) if project else params), aux.stats, opt
+
+    return Step(init, update)
+
+
+def _differentiate(
+    loss: Loss, state: StepState, inputs: tuple[tree.Tree, ...], scale: Tensor | None
+) -> tuple[tree.Tree, Tensor, Aux]:
+    # torch.func takes flat lists faster than nested NamedTuples.
+    leaves, structure = tree.flatten(state.params)
+    outputs = None
+
+    def scaled(leaves: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        nonlocal outputs
+        value, aux = loss(tree.unflatten(structure, leaves), state.stats, *inputs)
+        flat, outputs = tree.flatten((value, aux))
+        return value if scale is None else value * scale, flat
+
+    grads, (_, flat) = torch.func.grad_and_value(scaled, has_aux=True)(leaves)
+    if scale is not None:
+        grads = [g / scale for g in grads]
+    value, aux = tree.unflatten(outputs, flat)
+    return tree.unflatten(structure, grads), value, aux
+
+
+def _ravel(params: tree.Tree) -> Tensor:
+    return torch.cat([x.reshape(-1) for x in tree.leaves(params)])

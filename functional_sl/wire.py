@@ -1,0 +1,141 @@
+"""How one gradient group travels between ranks: a static layout, one packed vector, one sentinel.
+
+A group is packed as `[P + 1]`: its P gradient elements in the order of `tree.leaves`, then the sentinel.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from functional_sl import tree
+from functional_sl.tree import Tree
+
+WIRE_DTYPES = ("float32", "bfloat16")
+BFLOAT16_MINIMUM = 1024  # gradient elements; below it the halved traffic saves nothing worth the rounding
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The static description of one packed group: hashable Python values only, equal on every rank."""
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype  # of every leaf and of the packed vector
+    wire_dtype: str  # as asked for; `travels_as` is what it comes to
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The number of elements of each leaf."""
+        return tuple(math.prod(shape) for shape in self.shapes)
+
+    @property
+    def size(self) -> int:
+        """P, the number of gradient elements; the packed vector has one more, the sentinel."""
+        return sum(self.sizes)
+
+    @property
+    def travels_as(self) -> torch.dtype:
+        """The dtype on the wire: BF16 for an FP32 group of at least 1024 elements that asks for it, else its own."""
+        narrow = self.wire_dtype == "bfloat16" and self.dtype == torch.float32 and self.size >= BFLOAT16_MINIMUM
+        return torch.bfloat16 if narrow else self.dtype
+
+
+# A packed vector [P + 1] and its layout -> [P + 1] in the group's dtype: the gradients averaged over the
+# ranks, the sentinels summed. Every rank gets the same bytes.
+Reduce = Callable[[Tensor, Layout], Tensor]
+
+
+def layout(template: Tree, wire_dtype: str = "float32") -> Layout:
+    """Describes the group whose gradients have the names, shapes and dtype of `template`.
+
+    Args:
+      template: the parameters (or gradients) of one optimizer; leaves of one floating-point dtype.
+      wire_dtype: `float32` or `bfloat16`, independent of autocast.
+
+    Raises:
+      ValueError: on another wire dtype, an empty tree, or a leaf that is no floating-point tensor of the
+        group's dtype; it names the leaf.
+    """
+    if wire_dtype not in WIRE_DTYPES:
+        raise ValueError(f"wire_dtype is {wire_dtype!r}; it must be one of {', '.join(WIRE_DTYPES)}")
+    named = tree.named(template)
+    if not named:
+        raise ValueError("the template has no leaves: a gradient group needs at least one parameter")
+    first, dtype = next((name, getattr(leaf, "dtype", None)) for name, leaf in named.items())
+    for name, leaf in named.items():
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+            kind = leaf.dtype if isinstance(leaf, Tensor) else type(leaf).__name__
+            raise ValueError(f"leaf {name!r} is {kind}: a gradient group holds floating-point tensors only")
+        if leaf.dtype != dtype:
+            raise ValueError(f"leaf {name!r} is {leaf.dtype} but leaf {first!r} is {dtype}: use one group a dtype")
+    return Layout(tuple(named), tuple(tuple(leaf.shape) for leaf in named.values()), dtype, wire_dtype)
+
+
+def digest(layout: Layout) -> str:
+    """Returns the SHA-256 of everything in the layout, in hexadecimal: ranks compare it before they reduce."""
+    return hashlib.sha256(repr(dataclasses.astuple(layout)).encode()).hexdigest()
+
+
+def pack(layout: Layout, gradients: Tree, sentinel: Tensor) -> Tensor:
+    """Returns the gradients and their sentinel as one vector.
+
+    Args:
+      layout: the group's.
+      gradients: a tree of the layout's shapes and dtype.
+      sentinel: 0-d, as `sentinel` returns it.
+
+    Returns:
+      `[P + 1]`, in the group's own dtype.
+
+    Raises:
+      ValueError: if a leaf has another shape or dtype than the layout says.
+    """
+    leaves = tree.leaves(gradients)
+    for name, shape, leaf in zip(layout.names, layout.shapes, leaves, strict=True):
+        if leaf.shape != shape or leaf.dtype != layout.dtype:
+            raise ValueError(f"leaf {name!r} is {leaf.dtype} {tuple(leaf.shape)}, not {layout.dtype} {shape}")
+    return torch.cat([*(leaf.reshape(-1) for leaf in leaves), sentinel.to(layout.dtype).reshape(1)])
+
+
+def unpack(flat: Tensor, like: Tree) -> Tree:
+    """Returns views of `flat` in the shapes and the structure of `like`.
+
+    Args:
+      flat: `[P]` or `[P + 1]`; a sentinel at the end is left out.
+      like: the template. The structure is read from it here, since a structure made outside a compiled
+        region cannot be used inside.
+
+    Raises:
+      ValueError: if `flat` has another length.
+    """
+    leaves, structure = tree.flatten(like)
+    sizes = [leaf.numel() for leaf in leaves]
+    if flat.ndim != 1 or flat.shape[0] - sum(sizes) not in (0, 1):
+        raise ValueError(
+            f"the packed vector has shape {tuple(flat.shape)}; the template needs [{sum(sizes)}] or one more"
+        )
+    parts = flat[: sum(sizes)].split(sizes)
+    return tree.unflatten(structure, [part.view(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)])
+
+
+def sentinel(loss: Tensor, gradients: Tree) -> Tensor:
+    """Tells whether this rank's loss or any of its gradients is not finite, as a number that can be summed.
+
+    The loss counts too: its derivatives can be finite where it is not.
+
+    Args:
+      loss: 0-d, of any floating-point dtype.
+      gradients: a tree, or one flat vector.
+
+    Returns:
+      0-d of the gradients' dtype: 1 where something is not finite, else 0.
+    """
+    leaves = [leaf.reshape(-1) for leaf in tree.leaves(gradients)]
+    flat = leaves[0] if len(leaves) == 1 else torch.cat(leaves)
+    return (~(torch.isfinite(flat).all() & torch.isfinite(loss))).to(flat.dtype)
