@@ -23,7 +23,9 @@ class SACConfig:
     batch_size: int = option(2048, "Transitions of one update.")
     updates_per_step: int = option(2, "Updates after every step of all environments: one cycle.")
     actor_update_period: int = option(2, "Actor and temperature are updated in every n-th update.")
-    actor_count: str = option("global", "Where that count runs: over the run, or anew in each cycle.", choices=("global", "cycle"))
+    actor_count: str = option(
+        "global", "Where that count runs: over the run, or anew in each cycle.", choices=("global", "cycle")
+    )
     critic_first: bool = option(False, "Update the critic before actor and temperature instead of after.")
     tau: float = option(0.01, "Step of the target critic towards the critic, after every update.")
     actor_width: int = option(128, "Hidden units of the actor.")
@@ -89,7 +91,15 @@ _POSITIVE = (
     "n_step", "batch_size", "updates_per_step", "actor_update_period", "actor_width", "critic_width", "num_blocks",
     "lr_peak", "initial_temperature", "target_sigma", "return_bound", "noise_max_repeat", "replay_capacity",
 )  # fmt: skip
-_NOT_NEGATIVE = ("lr_init", "lr_end", "lr_warmup_updates", "lr_decay_updates", "bc_alpha", "learning_starts", "noise_mu")
+_NOT_NEGATIVE = (
+    "lr_init",
+    "lr_end",
+    "lr_warmup_updates",
+    "lr_decay_updates",
+    "bc_alpha",
+    "learning_starts",
+    "noise_mu",
+)
 
 
 def _require(condition: bool, config: Any, fields: tuple[str, ...], rule: str) -> None:
@@ -104,13 +114,17 @@ class TrainConfig(SACConfig):
 
     task: str = option("pendulum", "Task; an unknown name lists the known ones.")
     sim: str = option(
-        "auto", "Simulator of the task; auto takes the first that has it.", choices=("auto", "classic", "gym", "mujoco", "mjwarp")
+        "auto",
+        "Simulator of the task; auto takes the first that has it.",
+        choices=("auto", "classic", "gym", "mujoco", "mjwarp"),
     )
     num_envs: int = option(1024, "Parallel environments (a rank, a seed).")
     env_steps: int = option(50_000_000, "Environment steps of the whole run, over all environments and resumes.")
     seed: int = option(0, "Seed of everything random.")
     num_seeds: int = option(1, "Independent learners in this process: seeds seed, seed + 1, ...")
-    device: str = option("auto", "Where everything runs: auto takes CUDA where there is one.", choices=("auto", "cpu", "cuda"))
+    device: str = option(
+        "auto", "Where everything runs: auto takes CUDA where there is one.", choices=("auto", "cpu", "cuda")
+    )
     compile: str = option("auto", "Compile the update; auto does on CUDA.", choices=("auto", "true", "false"))
     deterministic: bool = option(True, "Only deterministic kernels; one that is not is an error that names it.")
     eval_episodes: int = option(50, "Episodes of an evaluation, side by side, deterministic actions; 0 for none.")

@@ -105,9 +105,7 @@ def make_learner(config: SACConfig, spec: EnvSpec, collectives: Collectives | No
 
     def init(key: Tensor) -> SACState:
         key, actor_key, critic_key = keys.split(key, 3)
-        actor = networks.init_actor(
-            actor_key, spec.actor_dim, spec.action_dim, config.actor_width, config.num_blocks
-        )
+        actor = networks.init_actor(actor_key, spec.actor_dim, spec.action_dim, config.actor_width, config.num_blocks)
         critic_dim = (spec.critic_dim or spec.actor_dim) + spec.action_dim
         members = [
             networks.init_critic(k, critic_dim, config.bins, config.critic_width, config.num_blocks)

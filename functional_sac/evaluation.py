@@ -59,9 +59,7 @@ def evaluate(
     return result
 
 
-def frames(
-    env: Env, policy: Callable[[Tensor], Tensor], key: Tensor, *, episodes: int = 1
-) -> list[np.ndarray]:
+def frames(env: Env, policy: Callable[[Tensor], Tensor], key: Tensor, *, episodes: int = 1) -> list[np.ndarray]:
     """Returns the pictures, uint8 [H, W, 3], of whole episodes of one environment: one before each step.
 
     Args:

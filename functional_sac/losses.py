@@ -88,9 +88,7 @@ def make_losses(config: SACConfig, action_dim: int) -> Losses:
         observation = torch.cat([critic_view(now), critic_view(after)])
         action = torch.cat([batch.action, policy.action])
 
-        target_log_probs, target_stats = ensemble(
-            target, stats.target, observation, action, training=True, dtype=dtype
-        )
+        target_log_probs, target_stats = ensemble(target, stats.target, observation, action, training=True, dtype=dtype)
         support = atoms(target_log_probs)
         chosen = value.pessimistic(target_log_probs[:, rows:], support)
         entropy_term = torch.exp(log_temperature) * policy.log_prob

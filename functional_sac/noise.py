@@ -33,7 +33,9 @@ def zeta_cdf(mu: float, max_repeat: int, device: torch.device | str | None = Non
     return torch.cumsum(mass / mass.sum(), 0)
 
 
-def init(num_envs: int, action_dim: int, *, shared: bool = True, device: torch.device | str | None = None) -> NoiseState:
+def init(
+    num_envs: int, action_dim: int, *, shared: bool = True, device: torch.device | str | None = None
+) -> NoiseState:
     """Returns a state whose first step draws.
 
     Args:

@@ -220,10 +220,11 @@ def _mapped(fn: Any) -> Any:
 
         def flat(leaves: list[torch.Tensor]) -> list[torch.Tensor]:
             nonlocal outputs
-            found, outputs = tree.flatten(fn(tree.unflatten(structure, leaves)))
-            return found
+            new, outputs = tree.flatten(fn(tree.unflatten(structure, leaves)))
+            return new
 
-        return tree.unflatten(outputs, torch.func.vmap(flat)(leaves))
+        found = torch.func.vmap(flat)(leaves)
+        return tree.unflatten(outputs, found)
 
     return mapped
 
@@ -252,7 +253,9 @@ def _init_from(state: TrainState, path: Path) -> TrainState:
     """Returns a fresh state with the networks, statistics and temperature of a snapshot."""
     old: SACState = snapshot.restore(path, {"learner": state.sac})[0]["learner"]
     names = ("actor", "critic", "temperature")
-    taken = {n: getattr(state.sac, n)._replace(params=getattr(old, n).params, stats=getattr(old, n).stats) for n in names}
+    taken = {
+        n: getattr(state.sac, n)._replace(params=getattr(old, n).params, stats=getattr(old, n).stats) for n in names
+    }
     return state._replace(sac=state.sac._replace(target=old.target, **taken))
 
 
@@ -260,7 +263,7 @@ def _open_log(config: TrainConfig, source: Path | None, start: Start) -> runlog.
     content = stored(config)
     if source is not None:
         log = runlog.reopen(_run_dir(source), content, start.snapshot_step, may_change=MAY_CHANGE)
-        snapshot.drop_after(log.run_dir, start.snapshot_step, log.run_id)
+        snapshot.set_aside(log.run_dir, start.snapshot_step, log.run_id)
         return log
     where = {"run_dir": config.run_dir} if config.run_dir else {"base_dir": RUNS}
     return runlog.create(content, (config.task, f"seed{config.seed}"), **where)

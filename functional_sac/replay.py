@@ -116,7 +116,7 @@ def insert(state: ReplayState, transition: Transition, columns: Fields, gamma: f
     full = (steps >= n_step).to(torch.int64)
     rows = _fold(window, columns, gamma) if n_step > 1 else window[0]
     slots = (state.cursor + torch.arange(num_envs, device=rows.device)) % capacity
-    state.rows.index_copy_(0, slots, rows)
+    state.rows[slots] = rows
     return ReplayState(
         rows=state.rows,
         window=window,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import re
@@ -79,18 +80,37 @@ def prune(root: str | os.PathLike[str], keep: int, protect: Collection[int] = ()
             _remove(folder)
 
 
-def drop_after(root: str | os.PathLike[str], step: int, run_id: str | None = None) -> None:
-    """Removes the snapshots later than `step`.
+def set_aside(root: str | os.PathLike[str], step: int, run_id: str | None = None) -> list[Path]:
+    """Moves the snapshots later than `step` out of the way, into `superseded` beside them.
 
     A run calls it when it resumes at `step`: it writes later steps anew, and until then an abandoned snapshot would
-    be the latest.
+    be the latest. Nothing is deleted.
+
+    Args:
+      root: a run's folder or its `snapshots` folder.
+      step: the step from which the run goes on.
+      run_id: as in `latest`.
+
+    Returns:
+      Where the moved snapshots lie now.
 
     Raises:
-      SnapshotError: as `prune`.
+      SnapshotError: if a folder cannot be moved.
     """
+    moved = []
     for folder, manifest in _scan(root, run_id)[0]:
         if manifest["step"] > step:
-            _remove(folder)
+            home = folder.parent / "superseded"
+            free = (home / f"{folder.name}.{n}" for n in itertools.count())
+            target = next(path for path in free if not path.exists())
+            try:
+                home.mkdir(exist_ok=True)
+                folder.rename(target)
+                files.sync_folder(folder.parent)
+            except OSError as error:
+                raise SnapshotError(f"{folder}: cannot move it to {target} ({error}); make it writable") from error
+            moved.append(target)
+    return moved
 
 
 def sweep(folder: Path) -> None:

@@ -29,9 +29,9 @@ from functional_sl.run import files, identity, manifest, tensors
 from functional_sl.run.manifest import Manifest, Part, SnapshotError, folder_of
 from functional_sl.run.manifest import read as read_manifest
 from functional_sl.run.retention import best as best
-from functional_sl.run.retention import drop_after as drop_after
 from functional_sl.run.retention import find_latest, prune, sweep
 from functional_sl.run.retention import latest as latest
+from functional_sl.run.retention import set_aside as set_aside
 from functional_sl.tree import Tree
 
 _PART = re.compile(r"\w[\w.]*", re.ASCII)

@@ -102,12 +102,15 @@ def test_a_step_saved_again_holds_only_its_new_files(tmp_path):
     assert snapshot.restore(path, {"other": [torch.ones(3)]})[0]["other"][0].tolist() == [0, 0, 0]
 
 
-def test_resuming_drops_the_abandoned_later_snapshots(tmp_path):
+def test_resuming_sets_the_abandoned_later_snapshots_aside_and_loses_none(tmp_path):
     for step in (10, 20, 30):
         save(tmp_path, step)
-    snapshot.drop_after(tmp_path, 10)
+    moved = snapshot.set_aside(tmp_path, 10)
     assert snapshot.latest(tmp_path).name == "step_000000000010"
     assert steps(tmp_path) == [10]
+    assert [snapshot.read_manifest(path)["step"] for path in moved] == [20, 30]
+    save(tmp_path, 20)
+    assert snapshot.set_aside(tmp_path, 10) == [tmp_path / "superseded" / "step_000000000020.1"]
 
 
 @pytest.mark.parametrize("step", [-1, 1.5])
