@@ -17,7 +17,7 @@ def save(root, step, score=None, run_id="run-a", **more):
 
 
 def steps(root):
-    return sorted(int(path.name[5:]) for path in root.iterdir())
+    return sorted(int(path.name[5:]) for path in root.glob("step_*"))
 
 
 def test_latest_is_the_highest_step_by_number_and_validity(tmp_path, caplog):
