@@ -155,6 +155,12 @@ class TrainConfig(SACConfig):
             "the run ends before learning starts",
         )
         _require(
+            self.learning_starts + (self.n_step - 1) * self.num_envs <= self.env_steps,
+            self,
+            ("learning_starts", "n_step", "num_envs", "env_steps"),
+            "the run ends before learning starts: the first n - 1 vector steps give no row",
+        )
+        _require(
             self.resume is None or self.init_from is None,
             self,
             ("resume", "init_from"),

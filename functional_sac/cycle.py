@@ -134,8 +134,9 @@ def make_learner(config: SACConfig, spec: EnvSpec, collectives: Collectives | No
 
     def critic_update(state: SACState, batch: Transition, noise: Tensor) -> tuple[SACState, Tensor, dict[str, Tensor]]:
         scale = state.scale.scale if scaled else None
-        frozen = (state.target, state.actor.params, state.actor.stats, state.temperature.params)
-        critic, ok, aux = critic_step.update(state.critic, *frozen, batch, noise, scale=scale)
+        policy = (state.actor.params, state.actor.stats, state.temperature.params)
+        goal = loss.critic_goal(state.target, state.critic.stats.target, *policy, batch, noise)
+        critic, ok, aux = critic_step.update(state.critic, goal, scale=scale)
         if scaled:
             state = state._replace(scale=scaler.update(state.scale, ok))
         return state._replace(critic=critic), ok, aux.metrics

@@ -26,15 +26,19 @@ def train(config: TrainConfig, given: frozenset[str] = frozenset()) -> dict[str,
         with Progress(run.config.env_steps, "steps", initial=run.start.env_steps) as progress:
             for note in (f"run folder: {run.log.run_dir}", *run.start.notes):
                 progress.write(note)
-            while not loop.done(stop):
+            while not loop.done:
                 loop.advance(stop, progress)
-            if stop.requested:
-                progress.write(f"{stop.name}: stopped after a snapshot; go on with --resume={run.log.run_dir}")
-        return loop.summary(stop)
+            if loop.stopped:
+                progress.write(f"{loop.stopped}: stopped after a snapshot; go on with --resume={run.log.run_dir}")
+        return loop.summary()
 
 
 class _Loop:
-    """The run's clock. All effects are here; the state moves through pure functions."""
+    """The run's clock. All effects are here; the state moves through pure functions.
+
+    Attributes:
+      stopped: the signal that ended the run early, or the empty text.
+    """
 
     def __init__(self, run: Run) -> None:
         self._run, self._config = run, run.config
@@ -43,11 +47,12 @@ class _Loop:
         self._metrics: dict[str, Tensor] = {}
         self._evaluation: dict[str, Any] = {}
         self._begin = self._mark = self._now()
-        self._last = False
+        self._finished, self.stopped = False, ""
 
-    def done(self, stop: signals.Stop) -> bool:
-        """Tells whether the last step has been taken and written down."""
-        return self._last
+    @property
+    def done(self) -> bool:
+        """Whether the last step has been taken and written down."""
+        return self._finished or bool(self.stopped)
 
     def advance(self, stop: signals.Stop, progress: Progress) -> None:
         """Takes one vector step, learns, and writes down what is due."""
@@ -61,13 +66,14 @@ class _Loop:
         before = self._env_steps
         self._env_steps += config.num_envs
         self._inserted += 1
-        self._last = self._env_steps >= config.env_steps or stop.requested
-        self._write_down(plan.due(config, before, self._env_steps, self._last))
+        self._finished = self._env_steps >= config.env_steps
+        self.stopped = "" if self._finished else stop.name
+        self._write_down(plan.due(config, before, self._env_steps, self._finished))
         loss = self._metrics.get("critic_loss") if self._mark.env_steps == self._env_steps else None
         shown = {} if loss is None else {"loss": float(loss.mean())}
         progress.update(self._env_steps, **{"return": self._evaluation.get("eval_return_mean")}, **shown)
 
-    def summary(self, stop: signals.Stop) -> dict[str, Any]:
+    def summary(self) -> dict[str, Any]:
         """Returns the run's last line."""
         rates = reporting.rates(self._begin, self._now(), self._config.num_seeds)
         return {
@@ -79,7 +85,7 @@ class _Loop:
             "eval_return_std": self._evaluation.get("eval_return_std"),
             "seconds": round(self._run.log.elapsed_s, 1),
             **rates,
-            **({"stopped": stop.name} if stop.requested else {}),
+            **({"stopped": self.stopped} if self.stopped else {}),
         }
 
     def _write_down(self, due: plan.Due) -> None:
@@ -87,11 +93,12 @@ class _Loop:
             self._evaluation = self._evaluate()
         if due.log:
             self._log(self._evaluation if due.evaluate else {})
-        if due.snapshot:
+        # A stop adds nothing but a snapshot, so that the resumed run writes the same records as an unbroken one.
+        if due.snapshot or self.stopped:
             opening.save(self._run, self._state, self._env_steps, self._score() if due.evaluate else None)
         if due.evaluate:
             reporting.draw_curve(self._run.log.run_dir, self._run.env.spec)
-        if self._last and self._run.env.render is not None:
+        if self._finished and self._run.env.render is not None:
             path = self._run.log.run_dir / "policy.gif"
             reporting.film(path, self._run.env, self._policies()[0], self._evaluation_keys()[0], self._dtype())
 

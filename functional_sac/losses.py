@@ -28,9 +28,20 @@ class CriticStats(NamedTuple):
     target: Stats
 
 
-class Losses(NamedTuple):
-    """`critic`, `actor` and `temperature`, closed over the static configuration."""
+class Goal(NamedTuple):
+    """What the critics are drawn to."""
 
+    probs: Tensor  # [B, bins], the projected Bellman target
+    observation: Tensor  # [2B, C], the critics' input: observations, then next observations
+    action: Tensor  # [2B, A], the batch's actions, then the policy's next ones
+    target_stats: Stats  # of the target critics, stacked [2, ...], after their forward
+    max_entropy_bonus: Tensor  # ()
+
+
+class Losses(NamedTuple):
+    """The critic's goal and the three losses, closed over the static configuration."""
+
+    critic_goal: Callable[..., Goal]
     critic: Callable[..., tuple[Tensor, Aux]]
     actor: Callable[..., tuple[Tensor, Aux]]
     temperature: Callable[..., tuple[Tensor, Aux]]
@@ -44,8 +55,12 @@ def ensemble(
     def member(params: Critic, stats: Stats) -> tuple[Tensor, Stats]:
         return networks.critic(params, stats, observation, action, training=training, dtype=dtype)
 
-    # vmap takes flat lists faster than nested NamedTuples.
     leaves, structure = tree.flatten((params, stats))
+    if observation.device.type == "cpu" and not torch.compiler.is_compiling():
+        # Eagerly on a CPU two plain passes beat a batched one, whose batch norm copies to transpose.
+        members = zip(*(leaf.unbind(0) for leaf in leaves), strict=True)
+        return tree.stack([member(*tree.unflatten(structure, leaves)) for leaves in members])
+    # vmap takes flat lists faster than nested NamedTuples.
     return torch.func.vmap(lambda leaves: member(*tree.unflatten(structure, leaves)))(leaves)
 
 
@@ -59,22 +74,20 @@ def make_losses(config: SACConfig, action_dim: int) -> Losses:
     def atoms(like: Tensor) -> Tensor:
         return value.support(config.min_value, config.max_value, config.bins, like.device).to(like.dtype)
 
-    def critic_loss(
-        params: Critic,
-        stats: CriticStats,
+    def critic_goal(
         target: Critic,
+        target_stats: Stats,
         actor: Actor,
         actor_stats: Stats,
         log_temperature: Tensor,
         batch: Transition,
         noise: Tensor,
-    ) -> tuple[Tensor, Aux]:
-        """Cross-entropy to the projected Bellman target of the more pessimistic target critic.
+    ) -> Goal:
+        """Returns the projected Bellman target of the more pessimistic target critic; nothing is differentiated.
 
         Args:
-          params: both online critics, stacked [2, ...].
-          stats: statistics of the online and the target critics.
-          target: both target critics; their forward normalises by the batch and moves their statistics.
+          target: both target critics, stacked [2, ...]; their forward normalises by the batch.
+          target_stats: their statistics, which it moves.
           actor: policy parameters; evaluated with running statistics.
           actor_stats: the policy's statistics.
           log_temperature: ().
@@ -87,24 +100,28 @@ def make_losses(config: SACConfig, action_dim: int) -> Losses:
         policy = distributions.sample(mean, log_std, noise)
         observation = torch.cat([critic_view(now), critic_view(after)])
         action = torch.cat([batch.action, policy.action])
-
-        target_log_probs, target_stats = ensemble(target, stats.target, observation, action, training=True, dtype=dtype)
-        support = atoms(target_log_probs)
-        chosen = value.pessimistic(target_log_probs[:, rows:], support)
+        log_probs, target_stats = ensemble(target, target_stats, observation, action, training=True, dtype=dtype)
+        support = atoms(log_probs)
+        chosen = value.pessimistic(log_probs[:, rows:], support)
         entropy_term = torch.exp(log_temperature) * policy.log_prob
-        goal = torch.func.vmap(backup, (0, 0, 0, 0, None))(
+        probs = torch.func.vmap(backup, (0, 0, 0, 0, None))(
             torch.exp(chosen), batch.reward, batch.terminated, entropy_term, support
-        ).detach()
+        )
+        return Goal(probs, observation, action, target_stats, entropy_term.amax())
 
-        log_probs, online_stats = ensemble(params, stats.online, observation, action, training=True, dtype=dtype)
-        log_probs = log_probs[:, :rows]
-        loss = -(goal * log_probs).sum(-1).mean()
-        metrics = {
-            "critic_loss": loss,
-            "max_entropy_bonus": entropy_term.amax(),
-            "target_q": value.expectation(chosen, support).mean(),
-        }
-        return loss, Aux(CriticStats(online_stats, target_stats), metrics)
+    def critic_loss(params: Critic, stats: CriticStats, goal: Goal) -> tuple[Tensor, Aux]:
+        """Cross-entropy of both critics to the goal, meaned over critics and rows.
+
+        Args:
+          params: both online critics, stacked [2, ...]; their forward normalises by the batch.
+          stats: statistics of the online critics (which it moves) and of the target critics (which the goal moved).
+          goal: see `critic_goal`.
+        """
+        rows = goal.probs.shape[0]
+        log_probs, online = ensemble(params, stats.online, goal.observation, goal.action, training=True, dtype=dtype)
+        loss = -(goal.probs * log_probs[:, :rows]).sum(-1).mean()
+        metrics = {"critic_loss": loss, "max_entropy_bonus": goal.max_entropy_bonus}
+        return loss, Aux(CriticStats(online, goal.target_stats), metrics)
 
     def actor_loss(
         params: Actor,
@@ -152,4 +169,4 @@ def make_losses(config: SACConfig, action_dim: int) -> Losses:
         loss = temperature * (entropy - entropy_goal)
         return loss, Aux(stats, {"temperature_loss": loss, "temperature": temperature})
 
-    return Losses(critic_loss, actor_loss, temperature_loss)
+    return Losses(critic_goal, critic_loss, actor_loss, temperature_loss)

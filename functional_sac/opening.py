@@ -66,25 +66,33 @@ def open_run(config: TrainConfig, given: frozenset[str] = frozenset()) -> Iterat
       given: names of the fields that were set on purpose.
 
     Raises:
-      cli.UsageError: for settings that cannot be met.
-      RunError, SnapshotError: for a run or snapshot that is not there or does not fit.
+      cli.UsageError: for settings that cannot be met, and a run or snapshot that is not there or does not fit.
     """
+    with _as_usage_error(runlog.RunError, snapshot.SnapshotError):
+        run = _open(config, given)
+    with run.log, contextlib.closing(run.board):
+        yield run
+
+
+def _open(config: TrainConfig, given: frozenset[str]) -> Run:
+    for name in ("run_dir", "resume", "init_from"):
+        if getattr(config, name) == "":
+            raise cli.UsageError(f"--{name}= names no folder; give one or leave the flag out")
     source = _source(config.resume) if config.resume else None
     if source:
         config = _resumed_config(config, given, source)
-    with _as_usage_error():
+    with _as_usage_error(ValueError):
+        _check_seeds(config)
         device = _device(config.device)
         env = envs.make(config.task, config.sim)
-    config = plan.settle(config)
+        config = plan.settle(config)
     _make_deterministic(config.deterministic)
     learner = make_learner(config, env.spec)
-    iteration = _over_seeds(make_iteration(config, env, learner), config, device)
-    state = _init(make_iteration(config, env, learner), config, device)
-    state, start = _restore(state, config, source)
+    iteration = make_iteration(config, env, learner)
+    state, start = _restore(_init(iteration, config, device), config, source)
     log = _open_log(config, source, start)
     events = board.Board(log.run_dir / "tensorboard" if config.tensorboard else None, start.snapshot_step)
-    with log, contextlib.closing(events):
-        yield Run(config, device, env, learner, iteration, state, start, log, events)
+    return Run(config, device, env, learner, _over_seeds(iteration, config, device), state, start, log, events)
 
 
 def save(run: Run, state: TrainState, env_steps: int, score: float | None) -> Path:
@@ -128,21 +136,26 @@ def _rest(state: TrainState) -> TrainState:
 
 def _source(resume: str) -> Path:
     """Returns the snapshot folder that `--resume` names."""
-    if resume != "latest":
-        path = Path(resume).expanduser()
-        if path.name == "manifest.json":
-            path = path.parent
-        if (path / "manifest.json").exists():
-            return path
-        if not path.is_dir():
-            raise cli.UsageError(f"--resume={resume}: no such folder; give the folder of a run or of a snapshot")
-        found = snapshot.latest(path)
-        if found is None:
-            raise cli.UsageError(f"--resume={resume}: holds no valid snapshot; start a new run instead")
-        return found
+    if resume == "latest":
+        return _latest()
+    path = Path(resume).expanduser()
+    if path.name == "manifest.json":
+        path = path.parent
+    if (path / "manifest.json").exists():
+        return path
+    if not path.is_dir():
+        raise cli.UsageError(f"--resume={resume}: no such folder; give the folder of a run or of a snapshot")
+    run_dir = path.parent if path.name == "snapshots" else path
+    found = snapshot.latest(run_dir, runlog.describe(run_dir)["run_id"])
+    if found is None:
+        raise cli.UsageError(f"--resume={resume}: holds no valid snapshot; start a new run instead")
+    return found
+
+
+def _latest() -> Path:
     runs = sorted(Path(RUNS).glob("*/run.json"), key=lambda p: p.stat().st_mtime, reverse=True)
     for run in runs:
-        if found := snapshot.latest(run.parent):
+        if found := snapshot.latest(run.parent, runlog.describe(run.parent)["run_id"]):
             return found
     raise cli.UsageError(f"--resume=latest: no run with a valid snapshot under {Path(RUNS).absolute()}; give its path")
 
@@ -151,22 +164,38 @@ def _resumed_config(config: TrainConfig, given: frozenset[str], source: Path) ->
     """Returns the stored config of the run, with the fields that were given now."""
     if config.run_dir is not None:
         raise cli.UsageError(f"--run_dir={config.run_dir}: a resumed run stays in its folder; leave it out")
+    done = _steps_done(source)
     old = cli.from_dict(TrainConfig, runlog.describe(_run_dir(source))["config"])
-    changes = {name: getattr(config, name) for name in given if name not in (*_UNSTORED, "preset", "config")}
-    with _as_usage_error():
+    changes = {name: getattr(config, name) for name in given if name not in _UNSTORED}
+    with _as_usage_error(ValueError):
         new = dataclasses.replace(old, **changes)
     refused = [name for name in cli.differing(old, new) if name not in MAY_CHANGE]
     if refused:
         shown = ", ".join(f"{name} {getattr(old, name)} -> {getattr(new, name)}" for name in refused)
         raise cli.UsageError(f"a resumed run keeps its settings ({shown}); start a new run with --init_from={source}")
-    done = read_manifest(source)["step"]
     if done >= new.env_steps:
         raise cli.UsageError(f"--env_steps={new.env_steps}: {source} has {done} already; ask for more")
     return new
 
 
+def _steps_done(source: Path) -> int:
+    """Returns the environment steps of a snapshot that its own run can go on from."""
+    elsewhere = f"; start a new run with --init_from={source}"
+    if source.resolve().parent.name == "superseded":
+        raise cli.UsageError(f"--resume={source}: the run has gone on from an earlier snapshot{elsewhere}")
+    manifest, run_id = read_manifest(source), runlog.describe(_run_dir(source))["run_id"]
+    if manifest["run_id"] != run_id:
+        raise cli.UsageError(f"--resume={source}: is of run {manifest['run_id']}, but lies in run {run_id}{elsewhere}")
+    return manifest["step"]
+
+
 def _run_dir(source: Path) -> Path:
-    return source.absolute().parent.parent
+    return source.resolve().parent.parent
+
+
+def _check_seeds(config: TrainConfig) -> None:
+    if seeds(config).stop > 2**32:
+        raise ValueError(f"seed={config.seed}, num_seeds={config.num_seeds}: seeds end at 2**32 - 1; choose lower ones")
 
 
 def _device(name: str) -> torch.device:
@@ -234,19 +263,28 @@ def _restore(state: TrainState, config: TrainConfig, source: Path | None) -> tup
         state = _init_from(state, Path(config.init_from).expanduser()) if config.init_from else state
         return state, Start(0, 0, 0)
     manifest = read_manifest(source)
-    like = {"learner": state.sac, "run": _rest(state)}
     has_replay = "replay.rank0" in manifest["parts"]
-    if has_replay:
-        like["replay.rank0"] = state.replay
+    like = {"learner": state.sac, "run": _rest(state)} | ({"replay.rank0": state.replay} if has_replay else {})
     parts, _ = snapshot.restore(source, like)
-    buffer = parts.get("replay.rank0", state.replay)
-    state = parts["run"]._replace(sac=parts["learner"], replay=buffer)
-    step = manifest["step"]
-    notes = (f"resumed from {source} at {step} environment steps",)
-    if not has_replay:
-        notes += ("the snapshot holds no replay: it is filled anew before learning goes on",)
+    state = parts["run"]._replace(sac=parts["learner"], replay=parts.get("replay.rank0", state.replay))
     updates, inserted = (int(x.reshape(-1)[0]) for x in (state.sac.updates, state.replay.steps))
-    return state, Start(step, updates, inserted, notes, step)
+    start = Start(manifest["step"], updates, inserted, snapshot_step=manifest["step"])
+    notes = [f"resumed from {source} at {start.env_steps} environment steps"]
+    if not has_replay:
+        notes.append(_refill_note(config, start.env_steps))
+    if config.env_steps != manifest["config"]["env_steps"]:
+        notes.append(f"env_steps is {config.env_steps} now; lr_decay_updates stays {config.lr_decay_updates}")
+    return state, start._replace(notes=tuple(notes))
+
+
+def _refill_note(config: TrainConfig, done: int) -> str:
+    first = done + config.num_envs * plan.next_learning_step(config)
+    if first >= config.env_steps + config.num_envs:
+        raise cli.UsageError(
+            f"--env_steps={config.env_steps}: the snapshot holds no replay, and once it is filled anew, at {first} "
+            "environment steps, nothing would be left to learn; ask for more"
+        )
+    return f"the snapshot holds no replay: it is filled anew, and learning goes on at {first} environment steps"
 
 
 def _init_from(state: TrainState, path: Path) -> TrainState:
@@ -266,14 +304,23 @@ def _open_log(config: TrainConfig, source: Path | None, start: Start) -> runlog.
         snapshot.set_aside(log.run_dir, start.snapshot_step, log.run_id)
         return log
     where = {"run_dir": config.run_dir} if config.run_dir else {"base_dir": RUNS}
+    if config.run_dir:
+        _check_vacant(Path(config.run_dir).expanduser())
     return runlog.create(content, (config.task, f"seed{config.seed}"), **where)
 
 
+def _check_vacant(run_dir: Path) -> None:
+    # The log refuses a run's folder; these names would be overwritten or mixed with what is there.
+    taken = [name for name in ("learning_curve.png", "policy.gif", "tensorboard") if (run_dir / name).exists()]
+    if taken and not (run_dir / "run.json").exists():
+        raise cli.UsageError(f"--run_dir={run_dir}: holds {', '.join(taken)} of something else; choose another folder")
+
+
 @contextlib.contextmanager
-def _as_usage_error() -> Iterator[None]:
+def _as_usage_error(*kinds: type[Exception]) -> Iterator[None]:
     try:
         yield
     except cli.UsageError:
         raise
-    except ValueError as error:
+    except kinds as error:
         raise cli.UsageError(str(error)) from error

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from functional_sac import acting, evaluation
 from functional_sac.envs.env import Env, EnvSpec
 from functional_sac.evaluation import Result
 from functional_sac.iteration import Episodes, TrainState
-from functional_sl.run import figures, runlog, video
+from functional_sl.run import figures, files, runlog, video
 
 
 class Mark(NamedTuple):
@@ -53,15 +53,16 @@ def evaluated(results: Sequence[Result]) -> dict[str, Any]:
 
     An episode that did not finish within the time limit has no return and takes no part.
     """
-    per_seed = [result.returns.double() for result in results]
+    whole = [result.lengths > 0 for result in results]
+    per_seed = [result.returns[done].double() for result, done in zip(results, whole, strict=True)]
     returns = torch.cat(per_seed)
     values: dict[str, Any] = {
-        "eval_return_mean": float(returns.mean()),
-        "eval_return_std": float(returns.std(correction=0)),
-        "eval_length_mean": float(torch.cat([result.lengths for result in results]).double().mean()),
+        "eval_return_mean": _mean(returns),
+        "eval_return_std": float(returns.std(correction=0)) if len(returns) else None,
+        "eval_length_mean": _mean(torch.cat([r.lengths[done] for r, done in zip(results, whole, strict=True)])),
     }
     if len(results) > 1:
-        values["eval_return_seeds"] = [float(seed.mean()) for seed in per_seed]
+        values["eval_return_seeds"] = [_mean(seed) for seed in per_seed]
     return values
 
 
@@ -75,7 +76,11 @@ def rates(begin: Mark, end: Mark, num_seeds: int) -> dict[str, float]:
 
 
 def draw_curve(run_dir: Path, spec: EnvSpec) -> None:
-    """Draws `learning_curve.png` from the run's effective records; several seeds give a mean and a band."""
+    """Draws `learning_curve.png` from the run's effective records; several seeds give a mean and a band.
+
+    Raises:
+      RunError: if it cannot be written.
+    """
     records = [r for r in runlog.effective(run_dir) if r.get("eval_return_mean") is not None]
     steps = [r["step"] for r in records]
     if records and "eval_return_seeds" in records[0]:
@@ -87,24 +92,33 @@ def draw_curve(run_dir: Path, spec: EnvSpec) -> None:
         low = [m - s for m, s in zip(means, spread, strict=True)]
         high = [m + s for m, s in zip(means, spread, strict=True)]
         series = figures.Series("mean and deviation over episodes", steps, means, low, high)
-    figures.learning_curve(
-        run_dir / "learning_curve.png",
-        [series],
-        title=f"{spec.task}: evaluation return",
-        xlabel="environment steps",
-        ylabel="return",
-        target=spec.solved_return,
-    )
+    path, title = run_dir / "learning_curve.png", f"{spec.task}: evaluation return"
+    with _writing(path):
+        figures.learning_curve(
+            path, [series], title=title, xlabel="environment steps", ylabel="return", target=spec.solved_return
+        )
 
 
 def film(path: Path, env: Env, policy: tuple[Any, Any], key: Tensor, dtype: torch.dtype) -> None:
-    """Writes one deterministic episode as a GIF in real time."""
+    """Writes one deterministic episode as a GIF in real time.
+
+    Raises:
+      RunError: if it cannot be written.
+    """
     params, stats = policy
     pictures = evaluation.frames(env, lambda x: acting.deterministic(params, stats, x, dtype), key)
     stride = max(1, round(1 / (25 * env.spec.control_dt)))
-    video.write(path, pictures[::stride], 1 / (stride * env.spec.control_dt))
+    with _writing(path):
+        video.write(path, pictures[::stride], 1 / (stride * env.spec.control_dt))
 
 
-def _mean(value: Tensor) -> float:
-    numbers = value.double().reshape(-1).tolist()
-    return numbers[0] if len(numbers) == 1 else statistics.fmean(numbers)
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise runlog.RunError(files.explain(error, path, 0)) from error
+
+
+def _mean(value: Tensor) -> float | None:
+    return float(value.double().mean()) if value.numel() else None

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from functional_sac import presets
 from functional_sac.config import TrainConfig
-from functional_sl.run import cli
+from functional_sl.run import cli, metrics
+from functional_sl.run.manifest import SnapshotError
+from functional_sl.run.runlog import RunError
 
+PROGRAM = "functional-sac"
 DESCRIPTION = (
     "Trains FlashSAC. Without flags: pendulum swing-up at a size for two CPU cores. The last line on stdout is one "
     "JSON object that sums the run up."
@@ -31,6 +35,7 @@ def run(config: TrainConfig, given: frozenset[str] = frozenset()) -> dict[str, A
 
     Raises:
       cli.UsageError: for settings that cannot be met, before anything is written.
+      RunError, SnapshotError: if the run's folder can no longer be written; what was written is kept.
     """
     if config.deterministic:
         # cuBLAS reads it when CUDA starts.
@@ -41,20 +46,45 @@ def run(config: TrainConfig, given: frozenset[str] = frozenset()) -> dict[str, A
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Reads the flags, trains, and prints the summary."""
-    with cli.exit_on_usage_error("functional-sac"):
+    """Reads the flags, trains, and prints the summary.
+
+    Exit codes: 0 at the end of the run, 2 for a usage error, 1 if the run's folder can no longer be written, 130
+    and 143 after SIGINT and SIGTERM.
+    """
+    with cli.exit_on_usage_error(PROGRAM), _exit_on_failure():
         parsed = cli.parse(
             TrainConfig,
             argv,
-            program="functional-sac",
+            program=PROGRAM,
             description=DESCRIPTION,
             presets=presets.PRESETS,
             default_preset=presets.DEFAULT,
         )
         summary = run(parsed.config, parsed.given)
-    print(json.dumps(summary), flush=True)
+    _print(json.dumps(metrics.plain(summary), allow_nan=False))
     if "stopped" in summary:
         sys.exit(130 if summary["stopped"] == "SIGINT" else 143)
+
+
+@contextlib.contextmanager
+def _exit_on_failure() -> Iterator[None]:
+    """Turns what ends a run from outside into one line on stderr and an exit code."""
+    try:
+        yield
+    except (RunError, SnapshotError) as error:
+        sys.exit(f"{PROGRAM}: {' '.join(str(error).split())}")
+    except KeyboardInterrupt:
+        with contextlib.suppress(OSError):
+            print(f"{PROGRAM}: interrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+def _print(line: str) -> None:
+    try:
+        print(line, flush=True)
+    except OSError:
+        # A full disk or closed pipe takes nothing from the run; the interpreter would complain when it flushes again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

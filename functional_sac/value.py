@@ -55,7 +55,7 @@ def bellman_target(
       discount: `gamma**n`, in (0, 1].
 
     Returns:
-      [bins], sums to one.
+      [bins], sums to one; NaN throughout where the reward or the entropy term is not finite, so that the gate closes.
     """
     chex.assert_rank([probs, reward, terminated, entropy_term, atoms], [1, 0, 0, 0, 1])
     last = atoms.shape[0] - 1
@@ -66,18 +66,16 @@ def bellman_target(
     landing = first + discount * bins
     inside = (landing > 0) & (landing < last)
     moving = torch.where(inside, probs, 0.0)
-    nearest = torch.ceil((bins - 1 - first) / discount)
-    total = torch.zeros_like(probs)
-    for offset in range(math.floor(2 / discount) + 1):
-        source = nearest + offset
-        share = _hat(first + discount * source - bins)
-        total = total + share * moving.gather(0, source.clamp(0, last).to(torch.int64)) * (
-            (source >= 0) & (source <= last)
-        )
+    reaching = torch.arange(math.floor(2 / discount) + 1, device=atoms.device, dtype=atoms.dtype)
+    source = torch.ceil((bins - 1 - first) / discount).unsqueeze(-1) + reaching
+    index = source.nan_to_num(0.0).clamp(0, last)
+    share = torch.where(source == index, _hat(first + discount * source - bins.unsqueeze(-1)), 0.0)
+    total = (share * moving[index.to(torch.int64)]).sum(-1)
     low, high = torch.where(landing <= 0, probs, 0.0).sum(), torch.where(landing >= last, probs, 0.0).sum()
     total = total + (bins == 0) * low + (bins == last) * high
     ended = _hat(((reward - atoms[0]) / width).clamp(0, last) - bins)
-    return torch.where(terminated, ended, total)
+    # Zero, or NaN where the reward or the entropy term is not finite.
+    return torch.where(terminated, ended, total) + 0.0 * first
 
 
 def _hat(distance: Tensor) -> Tensor:

@@ -45,9 +45,16 @@ def unflatten(structure: optree.PyTreeSpec, leaves: list[Tensor] | tuple[Tensor,
 def names(tree: Tree) -> list[str]:
     """Returns one unique name a leaf, such as `critic/params/blocks/0/w1`, in the order of `leaves`.
 
-    A `/` inside a key is written `~1` and a `~` is written `~0` (RFC 6901), so two keys never share a name.
+    A `/` inside a key is written `~1` and a `~` is written `~0` (RFC 6901), so two string keys never share a name.
+
+    Raises:
+      ValueError: if keys of different types do, such as 1 and "1".
     """
-    return ["/".join(_segment(entry) for entry in accessor) for accessor in optree.tree_accessors(tree)]
+    found = ["/".join(_segment(entry) for entry in accessor) for accessor in optree.tree_accessors(tree)]
+    if len(set(found)) < len(found):
+        shared = next(name for name in found if found.count(name) > 1)
+        raise ValueError(f"two leaves have the name {shared!r}: give dict keys of one type, such as 1 or '1'")
+    return found
 
 
 def _segment(entry: optree.PyTreeEntry) -> str:
@@ -157,7 +164,11 @@ def _bits(x: Tensor) -> Tensor:
 
 
 def overlapping(tree: Tree) -> tuple[str, str] | None:
-    """Returns the names of two leaves that share memory, or None. Disjoint views of one buffer do not overlap."""
+    """Returns the names of two leaves whose spans of memory overlap, or None.
+
+    A span goes from a leaf's first element to its last. Disjoint slices of one buffer pass; interleaved views, such
+    as two columns of a matrix, count as overlapping.
+    """
     spans = sorted((*_span(leaf), name) for name, leaf in named(tree).items() if leaf.numel())
     for (_, end, first), (start, _, second) in itertools.pairwise(spans):
         if start < end:

@@ -138,4 +138,4 @@ def sentinel(loss: Tensor, gradients: Tree) -> Tensor:
     """
     leaves = [leaf.reshape(-1) for leaf in tree.leaves(gradients)]
     flat = leaves[0] if len(leaves) == 1 else torch.cat(leaves)
-    return (~(torch.isfinite(flat).all() & torch.isfinite(loss))).to(flat.dtype)
+    return (~(tree.all_finite(flat) & torch.isfinite(loss))).to(flat.dtype)

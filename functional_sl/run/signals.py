@@ -39,5 +39,5 @@ class Stop:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.signal = signal.Signals(number)
+        self.signal = self.signal or signal.Signals(number)
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 
@@ -13,7 +14,7 @@ from torch.func import grad, vmap
 from functional_sl import keys
 
 SEEDS = [0, 1, 42, -1, -5, 2**31, 2**32 + 5, -(2**40) - 3, 2**63 - 1]
-SHAPES = [(), (0,), (1,), (5,), (257,), (2, 0, 3), (2, 3, 7)]
+SHAPES = [(), (0,), (5,), (257,), (2, 0, 3), (2, 3, 7)]
 FLOATS = {
     "uniform": lambda k, shape: keys.uniform(k, shape, -2.0, 3.0),
     "normal": keys.normal,
@@ -58,15 +59,26 @@ def test_key_split_and_fold_in_are_those_of_jax(seed):
         assert same(keys.fold_in(ours, torch.tensor(data - 2**32)), words(jax.random.fold_in(theirs, data)))
 
 
+@partial(jax.jit, static_argnums=1)
+def jax_draws(key, shape):
+    return (
+        jax.random.bits(key, shape),
+        jax.random.uniform(key, shape),
+        jax.random.bernoulli(key, 0.3, shape),
+        jax.random.randint(key, shape, -7, 100),
+        jax.random.normal(key, shape),
+    )
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_draws_are_those_of_jax(shape):
-    for seed in SEEDS[2:4]:
-        ours, theirs = keys.split(keys.key(seed))[1], jax.random.split(jax.random.key(seed))[1]
-        assert same(keys.bits(ours, shape), jax.random.bits(theirs, shape))
-        assert same(keys.uniform(ours, shape), jax.random.uniform(theirs, shape))
-        assert same(keys.bernoulli(ours, 0.3, shape), jax.random.bernoulli(theirs, 0.3, shape))
-        assert same(keys.randint(ours, shape, -7, 100), jax.random.randint(theirs, shape, -7, 100))
-        np.testing.assert_array_max_ulp(keys.normal(ours, shape).numpy(), jax.random.normal(theirs, shape), 4)
+    for seed in SEEDS[:4]:
+        key = keys.split(keys.key(seed))[1]
+        *exact, normal = jax_draws(jax.random.split(jax.random.key(seed))[1], shape)
+        ours = keys.bits(key, shape), keys.uniform(key, shape), keys.bernoulli(key, 0.3, shape)
+        ours += (keys.randint(key, shape, -7, 100),)
+        assert all(same(a, b) for a, b in zip(ours, exact, strict=True))
+        np.testing.assert_array_max_ulp(keys.normal(key, shape).numpy(), normal, 4)
 
 
 @pytest.mark.parametrize(
@@ -203,11 +215,11 @@ def some_draws(key, n, batch):
     )
 
 
-@pytest.mark.parametrize(("draws", "backend"), [(every_draw, "eager"), (some_draws, "aot_eager")])
-def test_compiled_draws_equal_eager_ones(draws, backend):
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_draws_equal_eager_ones(backend):
     arguments = keys.key(12), torch.tensor(1000), keys.split(keys.key(13), 3)
-    compiled = torch.compile(draws, backend=backend, fullgraph=True)(*arguments)
-    assert all(torch.equal(a, b) for a, b in zip(compiled, draws(*arguments), strict=True))
+    compiled = torch.compile(every_draw, backend=backend, fullgraph=True)(*arguments)
+    assert all(torch.equal(a, b) for a, b in zip(compiled, every_draw(*arguments), strict=True))
 
 
 # Inductor itself imports what torch deprecates.
@@ -219,6 +231,17 @@ def test_inductor_keeps_integers_and_fractions():
     assert all(torch.equal(a, b) for a, b in zip(exact, expected, strict=True))
     # Fused multiply-adds round the polynomial differently.
     torch.testing.assert_close(normal, expected_normal, rtol=1e-6, atol=1e-6)
+
+
+def test_an_exported_program_draws_without_this_package():
+    class Draws(torch.nn.Module):
+        def forward(self, key):
+            return keys.bits(key, (5,)), vmap(lambda k: keys.uniform(k, (2,)))(keys.split(key, 3))
+
+    program = torch.export.export(Draws(), (keys.key(0),))
+    assert "functional_sl" not in str(program.graph)
+    for ours, expected in zip(program.module()(keys.key(16)), Draws()(keys.key(16)), strict=True):
+        assert torch.equal(ours, expected)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -241,10 +264,12 @@ def test_a_cuda_graph_draws_as_the_cpu_does():
 @pytest.mark.parametrize("size", [0, 1, 4, 5, 1000])
 def test_every_implementation_of_the_hash_agrees(size):
     extremes = torch.tensor([[0, 0], [2**32 - 1, 2**32 - 1], [0, 2**32 - 1], [2**31, 1]])
-    for key, count in ((extremes[1], torch.arange(size)), (extremes[:, None], 2**32 - 1 - torch.arange(size))):
-        formula = keys._hash_torch(key, count)
-        assert torch.equal(torch.ops.functional_sl.threefry2x32(key, count), formula)
-        assert formula.shape == (*key.shape[:-2], *([4] if key.ndim > 1 else []), size, 2)[-formula.ndim :]
+    counts = torch.cat((torch.arange(size), 2**32 - 1 - torch.arange(size)))
+    formula = keys._hash_torch(extremes[:, None], counts)
+    assert formula.shape == (4, 2 * size, 2)
+    assert torch.equal(torch.ops.functional_sl.threefry2x32(extremes[:, None], counts), formula)
+    single = torch.ops.functional_sl.threefry2x32(extremes[1], counts[:size])
+    assert torch.equal(single, formula[1, :size])
 
 
 def test_the_operator_is_registered_soundly():
@@ -277,6 +302,7 @@ def test_streams_differ_and_children_do_not_depend_on_num():
         (lambda k: keys.fold_in(k, -1), ValueError, "-1"),
         (lambda k: keys.randint(k, (2,), 3, 3), ValueError, "3 and 3"),
         (lambda k: keys.randint(k, (2,), 0, 2**31), ValueError, "maxval"),
+        (lambda k: keys.randint(k, (2,), 0, 3.5), ValueError, "3.5"),
         (lambda k: keys.randint(k, (2,), -(2**31) - 1, torch.tensor(3)), ValueError, "minval"),
         (lambda k: keys.randint(k, (2,), 0, torch.tensor([[3, 4], [5, 6]])), ValueError, r"\(2, 2\)"),
         (lambda k: keys.uniform(k, (2,), 1.0, 0.5), ValueError, "0.5"),

@@ -76,14 +76,11 @@ def test_critic_target(arrays: oracle.Arrays) -> None:
 def test_critic(arrays: oracle.Arrays) -> None:
     params, online = oracle.critic(arrays)
     target, target_stats = oracle.critic(arrays, "init/target")
-    grads, (loss, aux) = torch.func.grad_and_value(losses.make_losses(oracle.config(), 3).critic, has_aux=True)(
-        params,
-        CriticStats(online, target_stats),
-        target,
-        *oracle.actor(arrays),
-        log_temperature(arrays),
-        oracle.batch(arrays, 0),
-        arrays["batch/0/eps_next"],
+    functions = losses.make_losses(oracle.config(), 3)
+    policy = (*oracle.actor(arrays), log_temperature(arrays))
+    goal = functions.critic_goal(target, target_stats, *policy, oracle.batch(arrays, 0), arrays["batch/0/eps_next"])
+    grads, (loss, aux) = torch.func.grad_and_value(functions.critic, has_aux=True)(
+        params, CriticStats(online, target_stats), goal
     )
     recorded = oracle.beneath(arrays, "iso/critic")
     oracle.check(loss, recorded["loss"], oracle.LOSS)

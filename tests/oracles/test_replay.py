@@ -43,8 +43,9 @@ def test_contents(seed: int, n_step: int, capacity: int) -> None:
     oracle.check(found.reward, recorded["reward"], oracle.EXACT if n_step == 1 else oracle.ARITHMETIC, "reward")
     for name in ("observation", "next_observation"):
         oracle.check(getattr(found, name).actor, recorded[name], oracle.EXACT, name)
-    start, env = found.observation.actor[:, 0], found.observation.actor[:, 1]
-    oracle.check(start, recorded["start_step"], oracle.EXACT, "start_step")
-    oracle.check(env, recorded["env"], oracle.EXACT, "env")
-    if capacity == 64:  # nothing is overwritten: the row's place follows from where it starts
+    # An observation spells out (step, environment, kind, payload); kind 1 is an episode's last one.
+    (start, env, *_), (successor, _, kind, _) = found.observation.actor.T, found.next_observation.actor.T
+    meaning = {"start_step": start, "env": env, "next_step": successor, "next_is_final": kind == 1}
+    oracle.check_all(meaning, {name: recorded[name] for name in meaning}, oracle.EXACT)
+    if capacity == 64:  # nothing is overwritten: a row's place follows from where it starts
         assert torch.equal(start * 4 + env, torch.arange(float(size)))

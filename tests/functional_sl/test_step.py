@@ -1,0 +1,270 @@
+"""The gated step against `nn.Module` with `torch.optim`, and its promises one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from equal import assert_bits_equal
+from torch import Tensor, nn
+
+from functional_sl import optim, tree
+from functional_sl.parallel.collectives import Collectives, simulated, single
+from functional_sl.step import Aux, Step, StepState, make_step
+
+
+class Linear(NamedTuple):
+    w: Tensor
+    b: Tensor
+
+
+class Batch(NamedTuple):
+    x: Tensor  # [B, 3]
+    y: Tensor  # [B, 2]
+    offset: Tensor  # () added to the loss
+    root: Tensor  # () the loss has the derivative 1 / (2 sqrt(root)) in b[0], and no other trace of it
+
+
+def batches(count: int, rows: int = 12) -> list[Batch]:
+    generator = torch.Generator().manual_seed(1)
+    draw = torch.randn(count, rows, 5, generator=generator)
+    return [Batch(d[:, :3], d[:, 3:], torch.tensor(0.0), torch.tensor(1.0)) for d in draw]
+
+
+def loss(params: Linear, stats: Tensor, batch: Batch) -> tuple[Tensor, Aux]:
+    error = F.mse_loss(F.linear(batch.x, params.w, params.b), batch.y)
+    rest = params.b[0] - params.b[0].detach()
+    value = error + batch.offset + torch.sqrt(rest + batch.root) - torch.sqrt(batch.root)
+    moved = torch.lerp(stats, batch.x.mean(0), 0.1)
+    return value, Aux(stats=moved, metrics={"error": error})
+
+
+def mse(params: Linear, stats: tuple[()], batch: Batch) -> tuple[Tensor, Aux]:
+    value = F.mse_loss(F.linear(batch.x, params.w, params.b), batch.y)
+    return value, Aux(stats, {"loss": value})
+
+
+def linear() -> Linear:
+    draw = torch.randn(8, generator=torch.Generator().manual_seed(2))
+    return Linear(draw[:6].reshape(2, 3), draw[6:])
+
+
+def start(collectives: Collectives | None = None) -> tuple[Step, StepState]:
+    step = make_step(loss, optim.adam(0.1), collectives)
+    return step, step.init(linear(), torch.zeros(3))
+
+
+OPTIMIZERS: dict[str, tuple[optim.Transform, Callable]] = {
+    "adam": (optim.adam(0.05), lambda p: torch.optim.Adam(p, 0.05)),
+    "adamw": (optim.adamw(0.05, weight_decay=0.1), lambda p: torch.optim.AdamW(p, 0.05, weight_decay=0.1)),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_against_torch_optim(name: str) -> None:
+    """Adam has torch's bits; AdamW's decay may round differently once a step, 20 steps of 6e-8."""
+    transform, make = OPTIMIZERS[name]
+    step, module = make_step(mse, transform), nn.Linear(3, 2)
+    module.load_state_dict({"weight": linear().w, "bias": linear().b})
+    optimizer, state = make(module.parameters()), step.init(linear())
+    for batch in batches(20):
+        state, ok, aux = step.update(state, batch)
+        optimizer.zero_grad()
+        value = F.mse_loss(module(batch.x), batch.y)
+        value.backward()
+        optimizer.step()
+        assert ok
+        torch.testing.assert_close(aux.metrics["loss"], value.detach(), rtol=1e-6, atol=0)
+    expected = Linear(module.weight.detach(), module.bias.detach())
+    assert state.opt.count == 20
+    if name == "adam":
+        assert_bits_equal(state.params, expected)
+    torch.testing.assert_close(state.params, expected, rtol=0, atol=20 * 1.2e-7)
+    assert not torch.allclose(state.params.w, linear().w, atol=0.3)
+
+
+def test_against_a_deep_module() -> None:
+    """A dict of leaves, clipped, 20 steps; products of other shapes may round differently: 1e-6."""
+    module = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 2))
+    with torch.no_grad():
+        for i, p in enumerate(module.parameters()):
+            p.copy_(torch.linspace(-1, 1, p.numel()).reshape(p.shape) * (1 + i) / 4)
+    start = {name.replace(".", "/"): p.detach() for name, p in module.named_parameters()}
+
+    def deep(p: dict, stats: tuple, batch: Batch) -> tuple[Tensor, Aux]:
+        h = torch.tanh(batch.x @ p["0/weight"].T + p["0/bias"])
+        return F.mse_loss(h @ p["2/weight"].T + p["2/bias"], batch.y), Aux(stats, {})
+
+    step = make_step(deep, optim.chain(optim.clip_by_global_norm(0.5), optim.adam(0.02)))
+    state, optimizer = step.init(start), torch.optim.Adam(module.parameters(), 0.02)
+    for batch in batches(20):
+        state, _, _ = step.update(state, batch)
+        optimizer.zero_grad()
+        F.mse_loss(module(batch.x), batch.y).backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+        optimizer.step()
+    expected = {name.replace(".", "/"): p.detach() for name, p in module.named_parameters()}
+    torch.testing.assert_close(state.params, expected, rtol=0, atol=1e-6)
+
+
+BAD = {
+    "nan loss": lambda b: b._replace(x=b.x.index_fill(0, torch.tensor([4]), float("nan"))),
+    "infinite gradient, finite loss": lambda b: b._replace(root=torch.tensor(0.0)),
+    "infinite loss, finite gradient": lambda b: b._replace(offset=torch.tensor(float("inf"))),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+@pytest.mark.parametrize("collectives", [single(), simulated(1)], ids=["single", "simulated"])
+def test_the_gate_closes(kind: str, collectives: Collectives) -> None:
+    """Nothing moves but the counters, and the next update is as if the bad batch had never been."""
+    step, state = start(collectives)
+    first, second = batches(2)
+    state, ok, _ = step.update(state, first)
+    assert ok
+    before = tree.clone(state)
+    closed, ok, aux = step.update(state, BAD[kind](second))
+    assert not ok
+    assert_bits_equal(closed[:3], before[:3])
+    assert_bits_equal(state, before)
+    assert [int(x) for x in closed.gate] == [1, 1]
+    assert aux.metrics["error"].isfinite() == (kind != "nan loss")
+    twice, _, _ = step.update(closed, BAD[kind](second))
+    assert [int(x) for x in twice.gate] == [2, 2]
+
+    after, ok, _ = step.update(twice, second)
+    undisturbed, _, _ = step.update(before, second)
+    assert ok
+    assert_bits_equal(after[:3], undisturbed[:3])
+    assert [int(x) for x in after.gate] == [2, 0]
+    assert after.opt.count == 2
+    assert not tree.bits_equal(after.stats, before.stats)
+
+
+def test_the_bad_inputs_are_what_they_say() -> None:
+    state, batch = start()[1], batches(1)[0]
+    found = {}
+    for kind, spoil in BAD.items():
+        gradient, (value, _) = torch.func.grad_and_value(loss, has_aux=True)(state.params, state.stats, spoil(batch))
+        found[kind] = (value.isfinite().item(), all(g.isfinite().all() for g in gradient))
+    assert list(found.values()) == [(False, False), (True, False), (False, True)]
+
+
+def test_init_copies() -> None:
+    params, stats = linear(), torch.zeros(3)
+    state = make_step(loss, optim.adam(0.1)).init(params, stats)
+    assert tree.overlapping(state) is None
+    assert tree.overlapping([state, params, stats]) is None
+
+
+@pytest.mark.parametrize("scale", [65536.0, 1000.0])
+def test_a_loss_scale_cancels(scale: float) -> None:
+    """A power of two to the bit, another number to the rounding of a product and a quotient."""
+    step = make_step(loss, optim.sgd(0.1))
+    state = plain = step.init(linear(), torch.zeros(3))
+    for batch in batches(5):
+        state, ok, aux = step.update(state, batch, scale=torch.tensor(scale))
+        plain, _, expected = step.update(plain, batch)
+        assert ok
+        torch.testing.assert_close(aux.metrics["error"], expected.metrics["error"])
+    if scale == 65536.0:
+        assert_bits_equal(state, plain)
+    torch.testing.assert_close(state.params, plain.params, rtol=1e-6, atol=1e-7)
+
+
+def test_a_loss_scale_lifts_half_precision_and_its_overflow_closes_the_gate() -> None:
+    """The derivative 2^-26 is below float16's least number 2^-24; times 2^16 it is exact, times 2^44 infinite."""
+
+    def tiny(w: Tensor, stats: tuple, x: Tensor) -> tuple[Tensor, Aux]:
+        return (w.half() * x.half()).float().sum() * 2.0**-26, Aux(stats, {})
+
+    step, x = make_step(tiny, optim.sgd(2.0**26)), torch.tensor([1.0, 2.0])
+    state = step.init(torch.tensor([1.0, 1.0]))
+    lost, ok, _ = step.update(state, x)
+    assert ok
+    assert lost.params.tolist() == [1.0, 1.0]
+    kept, ok, _ = step.update(state, x, scale=torch.tensor(2.0**16))
+    assert ok
+    assert kept.params.tolist() == [0.0, -1.0]
+    closed, ok, _ = step.update(state, x, scale=torch.tensor(2.0**44))
+    assert not ok
+    assert_bits_equal(closed[:3], state[:3])
+
+
+def test_project_is_applied_to_new_parameters_only() -> None:
+    def unit(params: Linear) -> Linear:
+        return params._replace(w=F.normalize(params.w, dim=-1))
+
+    batch = batches(1)[0]
+    projected = make_step(loss, optim.adam(0.1), project=unit)
+    free, state = start()
+    (free, _, _), (done, _, _) = free.update(state, batch), projected.update(state, batch)
+    assert_bits_equal(done.params, unit(free.params))
+    assert_bits_equal(done[1:], free[1:])
+    closed, _, _ = projected.update(state, BAD["nan loss"](batch))
+    assert_bits_equal(closed.params, state.params)
+
+
+def test_a_bfloat16_wire_rounds_the_gradient_once() -> None:
+    """With SGD of rate 1 from zero the parameters are minus the gradient, here x itself."""
+
+    def dot(w: Tensor, stats: tuple, x: Tensor) -> tuple[Tensor, Aux]:
+        return (w * x).sum(), Aux(stats, {})
+
+    x = torch.randn(2048, generator=torch.Generator().manual_seed(3))
+    for size, expected in ((2048, -x.bfloat16().float()), (1000, -x[:1000])):
+        step = make_step(dot, optim.sgd(1.0), wire_dtype="bfloat16")
+        state, _, _ = step.update(step.init(torch.zeros(size)), x[:size])
+        assert_bits_equal(state.params, expected)
+
+
+def test_seeds_by_vmap_equal_single_runs() -> None:
+    """A batched product may add in another order: 1e-6 after five steps. A closed gate closes its own seed alone."""
+    step, _ = start()
+    seeds = [step.init(tree.map(lambda x, k=k: x + k / 4, linear()), torch.zeros(3)) for k in range(3)]
+    mapped = tree.stack(seeds)
+    series = [batches(3, rows=4) for _ in range(5)]
+    series[2][1] = BAD["infinite gradient, finite loss"](series[2][1])
+    for each in series:
+        mapped, ok, _ = torch.func.vmap(step.update)(mapped, tree.stack(each))
+        seeds = [step.update(state, batch)[0] for state, batch in zip(seeds, each, strict=True)]
+    torch.testing.assert_close(mapped, tree.stack(seeds), rtol=0, atol=1e-6)
+    assert mapped.gate.skipped.tolist() == [0, 1, 0]
+    assert mapped.opt.count.tolist() == [5, 4, 5]
+    assert ok.tolist() == [True] * 3
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_shards_equal_the_whole_batch(ranks: int) -> None:
+    """The mean of the shards' mean losses is the whole batch's; its sums are in another order: 1e-6 in five steps."""
+    step, whole = start()
+    sharded, alike = make_step(loss, optim.adam(0.1), simulated(ranks)), whole
+    spoilt = BAD["nan loss"](batches(1)[0])
+    for batch in [*batches(5), spoilt]:
+        parts = tree.stack([Batch(x, y, *batch[2:]) for x, y in zip(*(t.chunk(ranks) for t in batch[:2]), strict=True)])
+        ranked, ok, _ = torch.func.vmap(sharded.update, (None, 0))(alike, parts)
+        whole, _, _ = step.update(whole, batch)
+        for rank in range(1, ranks):
+            # The statistics are each rank's own.
+            for part in ("params", "opt", "gate"):
+                assert_bits_equal(tree.index(getattr(ranked, part), rank), tree.index(getattr(ranked, part), 0))
+        alike = tree.index(ranked, 0)._replace(stats=ranked.stats.mean(0))
+        torch.testing.assert_close(alike, whole, rtol=0, atol=1e-6)
+    # Row 4 of 12 was spoilt: one rank's NaN closed every rank's gate.
+    assert ok.tolist() == [False] * ranks
+    assert alike.gate.skipped == 1
+
+
+def test_compiled_equals_eager() -> None:
+    step, state = start()
+    compiled = torch.compile(step.update, fullgraph=True, backend="aot_eager")
+    series = batches(3)
+    series[1] = BAD["infinite loss, finite gradient"](series[1])
+    for batch in series:
+        found, eager = compiled(state, batch), step.update(state, batch)
+        assert_bits_equal(found, eager)
+        state = eager[0]
+    assert state.gate.skipped == 1
