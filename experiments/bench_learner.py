@@ -108,7 +108,8 @@ def disagreement(
         acts, actor_noise, critic_noise = u % 2 == 0, noise[: 2 * rows], noise[2 * rows :]
         state, ours = learner.update(state, as_transition(spec, batch), actor_noise, critic_noise, acts)
         theirs = module.update(batch, actor_noise if acts else None, critic_noise)
-        gaps["metric"] = max(gaps["metric"], _gap([ours[name] for name in theirs], list(theirs.values())))
+        shared = sorted(ours.keys() & theirs.keys())
+        gaps["metric"] = max(gaps["metric"], _gap(*([m[name] for name in shared] for m in (ours, theirs))))
     for name, parameters, statistics_, params, stats in _networks(module, state):
         gaps[name] = _gap([*parameters, *statistics_], [*tree.leaves(params), *tree.leaves(stats)])
     gaps["temperature"] = _gap([module.log_temperature], [state.temperature.params])

@@ -281,8 +281,7 @@ class ModuleLearner(nn.Module):
         _, log_probs = self.critic(observation, action, training=True)
         loss = -(goal * log_probs[:, :rows]).sum(-1).mean()
         _descend(loss, self.critic_optimizer, self.critic_schedule, self.critic)
-        target_q = (chosen.exp() @ self.critic.atoms).mean()
-        return {"critic_loss": loss.detach(), "max_entropy_bonus": entropy_term.amax(), "target_q": target_q}
+        return {"critic_loss": loss.detach(), "max_entropy_bonus": entropy_term.amax()}
 
     def _project(self, probs: Tensor, batch: Batch, entropy_term: Tensor) -> Tensor:
         """Shares each moved atom's mass between its two neighbours, [B, bins]."""

@@ -14,6 +14,8 @@ _LOG_SQRT_TWO_PI = 0.5 * math.log(2.0 * math.pi)
 
 
 class Sample(NamedTuple):
+    """An action and its density."""
+
     action: Tensor  # [..., A] in [-1, 1]
     log_prob: Tensor  # [...]
 

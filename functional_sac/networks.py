@@ -25,11 +25,15 @@ LOG_STD_MIN, LOG_STD_MAX = -10.0, 2.0
 
 
 class BatchNorm(NamedTuple):
+    """The affine map behind a batch norm of F features."""
+
     scale: Tensor  # [F]
     bias: Tensor  # [F]
 
 
 class Block(NamedTuple):
+    """An inverted residual block of width H."""
+
     w1: Tensor  # [4H, H]
     norm1: BatchNorm  # [4H]
     w2: Tensor  # [H, 4H]
@@ -37,6 +41,8 @@ class Block(NamedTuple):
 
 
 class Trunk(NamedTuple):
+    """What actor and critic share: everything up to the head, for I inputs."""
+
     norm: BatchNorm  # [I]
     w: Tensor  # [H, I]
     blocks: tuple[Block, ...]
@@ -51,6 +57,8 @@ class Stats(NamedTuple):
 
 
 class Actor(NamedTuple):
+    """Parameters of a policy over A action dimensions."""
+
     trunk: Trunk
     mean_w: Tensor  # [A, H]
     mean_b: Tensor  # [A]
@@ -59,6 +67,8 @@ class Actor(NamedTuple):
 
 
 class Critic(NamedTuple):
+    """Parameters of one critic; the double critic has a leading axis [2] on every leaf."""
+
     trunk: Trunk
     w: Tensor  # [bins, H]
     b: Tensor  # [bins]

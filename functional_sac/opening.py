@@ -85,7 +85,7 @@ def _open(config: TrainConfig, given: frozenset[str]) -> Run:
         _check_seeds(config)
         device = _device(config.device)
         env = envs.make(config.task, config.sim)
-        config = plan.settle(config)
+    config = plan.settle(config)
     _make_deterministic(config.deterministic)
     learner = make_learner(config, env.spec)
     iteration = make_iteration(config, env, learner)
@@ -167,12 +167,12 @@ def _resumed_config(config: TrainConfig, given: frozenset[str], source: Path) ->
     done = _steps_done(source)
     old = cli.from_dict(TrainConfig, runlog.describe(_run_dir(source))["config"])
     changes = {name: getattr(config, name) for name in given if name not in _UNSTORED}
+    refused = [name for name in sorted(changes.keys() - MAY_CHANGE) if changes[name] != getattr(old, name)]
+    if refused:
+        shown = ", ".join(f"{name} {getattr(old, name)} -> {changes[name]}" for name in refused)
+        raise cli.UsageError(f"a resumed run keeps its settings ({shown}); start a new run with --init_from={source}")
     with _as_usage_error(ValueError):
         new = dataclasses.replace(old, **changes)
-    refused = [name for name in cli.differing(old, new) if name not in MAY_CHANGE]
-    if refused:
-        shown = ", ".join(f"{name} {getattr(old, name)} -> {getattr(new, name)}" for name in refused)
-        raise cli.UsageError(f"a resumed run keeps its settings ({shown}); start a new run with --init_from={source}")
     if done >= new.env_steps:
         raise cli.UsageError(f"--env_steps={new.env_steps}: {source} has {done} already; ask for more")
     return new

@@ -45,6 +45,7 @@ class Fields(NamedTuple):
 
     @property
     def widths(self) -> tuple[int, ...]:
+        """The number of columns of each part, in the order of a row."""
         return (self.actor, self.critic, self.action, self.actor, self.critic, 1, 1, 1)
 
 
@@ -97,7 +98,8 @@ def insert(state: ReplayState, transition: Transition, columns: Fields, gamma: f
     """Takes in one step of all environments and writes the n-step row of the oldest step in the window.
 
     The reward sums `gamma**i r_i` up to the first episode end in the window; the successor and the flags are
-    that step's, else the newest's. Until the window is full nothing counts as written.
+    that step's, else the newest's. Until the window is full nothing counts as written. As in the official code a
+    window that a truncation cuts short is bootstrapped with the same `gamma**n` as a whole one.
 
     Args:
       state: consumed: its `rows` are written in place.

@@ -19,7 +19,7 @@ class RewardScaleState(NamedTuple):
       max_abs: () float32, the largest |return| seen.
       mean: () float32.
       var: () float32.
-      count: () float32, returns seen (with the prior's weight).
+      count: () float64, returns seen (with the prior's weight); float32 would stop counting at 2^24.
     """
 
     returns: Tensor
@@ -36,7 +36,7 @@ def init(num_envs: int, *, prior_count: float = 0.0, device: torch.device | str 
         max_abs=torch.zeros((), device=device),
         mean=torch.zeros((), device=device),
         var=torch.ones((), device=device),
-        count=torch.full((), prior_count, device=device),
+        count=torch.full((), prior_count, dtype=torch.float64, device=device),
     )
 
 
@@ -63,12 +63,14 @@ def update(
     var, mean = torch.var_mean(returns, correction=0)
     delta = mean - state.mean
     total = state.count + rows
-    spread = state.var * (state.count + old_count_eps) + var * rows + delta * delta * state.count * rows / total
+    new = (rows / total).to(mean.dtype)
+    old = ((state.count + old_count_eps) / total).to(mean.dtype)
+    between = (state.count * rows / (total * total)).to(mean.dtype)
     return RewardScaleState(
         returns=returns,
         max_abs=torch.maximum(state.max_abs, returns.abs().amax()),
-        mean=state.mean + delta * rows / total,
-        var=spread / total,
+        mean=state.mean + delta * new,
+        var=state.var * old + var * new + delta * delta * between,
         count=total,
     )
 

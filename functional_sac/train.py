@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import sys
@@ -45,6 +46,17 @@ def run(config: TrainConfig, given: frozenset[str] = frozenset()) -> dict[str, A
     return train(config, given)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Flags(TrainConfig):
+    """Settings as flags give them; a resume checks those that were given together with those of its run."""
+
+    def __post_init__(self) -> None:
+        pass
+
+    def checked(self) -> TrainConfig:
+        return cli.from_dict(TrainConfig, cli.to_dict(self))
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Reads the flags, trains, and prints the summary.
 
@@ -53,14 +65,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     with cli.exit_on_usage_error(PROGRAM), _exit_on_failure():
         parsed = cli.parse(
-            TrainConfig,
+            _Flags,
             argv,
             program=PROGRAM,
             description=DESCRIPTION,
             presets=presets.PRESETS,
             default_preset=presets.DEFAULT,
         )
-        summary = run(parsed.config, parsed.given)
+        flags = parsed.config
+        summary = run(flags if flags.resume is not None else flags.checked(), parsed.given)
+    # A path's bytes are UTF-8 whatever the locale, and JSON is too.
+    summary["run_dir"] = os.fsencode(summary["run_dir"]).decode("utf-8", "surrogateescape")
     _print(json.dumps(metrics.plain(summary), allow_nan=False))
     if "stopped" in summary:
         sys.exit(130 if summary["stopped"] == "SIGINT" else 143)

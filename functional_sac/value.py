@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import chex
 import torch
 from torch import Tensor
@@ -37,14 +35,10 @@ def pessimistic(log_probs: Tensor, atoms: Tensor) -> Tensor:
 def bellman_target(
     probs: Tensor, reward: Tensor, terminated: Tensor, entropy_term: Tensor, atoms: Tensor, discount: float
 ) -> Tensor:
-    """Projects one transition's backed-up distribution onto the evenly spaced atoms.
+    """Backs one transition's distribution up and projects it onto the evenly spaced atoms.
 
     Source atom j moves to `t_j = clip(r + discount (v_j - alpha log pi))`, or to `clip(r)` where the episode
-    terminated, and its mass is shared between the two neighbours of `t_j`: equation 7 of arXiv 1707.06887.
-
-    A scatter adds in no fixed order on a GPU, and the dense sum over all pairs of atoms costs bins^2. But the moved
-    atoms are evenly spaced too, `discount` apart, so the few that reach a bin are found by division and
-    gathered. The order of addition is fixed on every device.
+    terminated (equation 7 of arXiv 1707.06887, with the entropy of soft actor-critic).
 
     Args:
       probs: [bins], sums to one.
@@ -52,31 +46,38 @@ def bellman_target(
       terminated: () bool.
       entropy_term: () temperature times the next action's log-probability.
       atoms: [bins].
-      discount: `gamma**n`, in (0, 1].
+      discount: `gamma**n`.
 
     Returns:
-      [bins], sums to one; NaN throughout where the reward or the entropy term is not finite, so that the gate closes.
+      [bins], sums to one; NaN if the reward or the entropy term is not finite.
     """
     chex.assert_rank([probs, reward, terminated, entropy_term, atoms], [1, 0, 0, 0, 1])
+    moved = reward + torch.where(terminated, 0.0, discount * (atoms - entropy_term))
+    # An infinite reward is clipped to a healthy target; zero times it is NaN, which closes the gate.
+    return project(probs, moved.clamp(atoms[0], atoms[-1]), atoms) + 0.0 * (reward + entropy_term)
+
+
+def project(probs: Tensor, targets: Tensor, atoms: Tensor) -> Tensor:
+    """Shares each mass between the two atoms around its target: `m_k = sum_j p_j max(0, 1 - |t_j - v_k| / width)`.
+
+    On an eager CPU the masses are scattered, which there adds in one order. Elsewhere the sum is dense: a scatter on
+    a GPU adds in no fixed order, and runs would differ.
+
+    Args:
+      probs: [bins].
+      targets: [bins] within [atoms[0], atoms[-1]].
+      atoms: [bins].
+
+    Returns:
+      [bins].
+    """
     last = atoms.shape[0] - 1
-    width = (atoms[-1] - atoms[0]) / last
-    bins = torch.arange(last + 1, device=atoms.device, dtype=atoms.dtype)
-    # Positions in units of bins: source atom j lands at first + discount * j.
-    first = (reward + discount * (atoms[0] - entropy_term) - atoms[0]) / width
-    landing = first + discount * bins
-    inside = (landing > 0) & (landing < last)
-    moving = torch.where(inside, probs, 0.0)
-    reaching = torch.arange(math.floor(2 / discount) + 1, device=atoms.device, dtype=atoms.dtype)
-    source = torch.ceil((bins - 1 - first) / discount).unsqueeze(-1) + reaching
-    index = source.nan_to_num(0.0).clamp(0, last)
-    share = torch.where(source == index, _hat(first + discount * source - bins.unsqueeze(-1)), 0.0)
-    total = (share * moving[index.to(torch.int64)]).sum(-1)
-    low, high = torch.where(landing <= 0, probs, 0.0).sum(), torch.where(landing >= last, probs, 0.0).sum()
-    total = total + (bins == 0) * low + (bins == last) * high
-    ended = _hat(((reward - atoms[0]) / width).clamp(0, last) - bins)
-    # Zero, or NaN where the reward or the entropy term is not finite.
-    return torch.where(terminated, ended, total) + 0.0 * first
-
-
-def _hat(distance: Tensor) -> Tensor:
-    return (1.0 - distance.abs()).clamp_min(0.0)
+    position = (targets - atoms[0]) * (last / (atoms[-1] - atoms[0]))
+    if atoms.device.type != "cpu" or torch.compiler.is_compiling():
+        bins = torch.arange(last + 1, device=atoms.device, dtype=atoms.dtype)
+        return probs @ (1.0 - (position.unsqueeze(-1) - bins).abs()).clamp_min(0.0)
+    lower = position.floor()
+    upper_mass = probs * (position - lower)
+    index = lower.to(torch.int64).clamp(0, last)
+    shared = torch.zeros_like(probs).scatter_add(0, index, probs - upper_mass)
+    return shared.scatter_add(0, (index + 1).clamp_max(last), upper_mass)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ from functional_sac import envs, reporting, train
 from functional_sac.config import TrainConfig
 from functional_sac.envs import pendulum
 from functional_sac.envs.env import Env, Task, autoreset
+from functional_sac.iteration import TrainState
+from functional_sl import tree
 from functional_sl.run import runlog
 
 # 30 vector steps; the eighth is the first that learns, so there are 23 updates.
@@ -43,26 +47,38 @@ def short_pendulum() -> Env:
     return autoreset(Task(spec, pendulum.reset, pendulum.step, pendulum.observe, pendulum.render))
 
 
-def prepare(monkeypatch: pytest.MonkeyPatch, env: Env | None = None) -> None:
+@contextlib.contextmanager
+def prepared(env: Env | None = None) -> Iterator[None]:
     """Lets runs of this process take `env` (the short pendulum) as every task, and draw nothing."""
     chosen = env or short_pendulum()
-    monkeypatch.setattr(envs, "make", lambda task, sim="auto": chosen)
-    for name in ("draw_curve", "film"):
-        monkeypatch.setattr(reporting, name, lambda *args: None)
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    # Registered so that the test's end restores them; a run sets both.
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(envs, "make", lambda task, sim="auto": chosen)
+        for name in ("draw_curve", "film"):
+            patch.setattr(reporting, name, lambda *args: None)
+        patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        patch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+        yield
+    torch.use_deterministic_algorithms(False)
 
 
-def run(run_dir: Path | None = None, **changes: Any) -> dict[str, Any]:
+def config(run_dir: Path | str | None = None, **changes: Any) -> TrainConfig:
+    """Returns the config of a new tiny run."""
+    return TrainConfig(**{**TINY, "run_dir": run_dir and str(run_dir), **changes})
+
+
+def run(run_dir: Path | str | None = None, **changes: Any) -> dict[str, Any]:
     """Trains a new tiny run and returns its summary."""
-    return train.run(TrainConfig(**{**TINY, "run_dir": run_dir and str(run_dir), **changes}))
+    return train.run(config(run_dir, **changes))
 
 
 def resume(source: Path | str, **changes: Any) -> dict[str, Any]:
     """Goes on with a run, as the flags `changes` would."""
-    config = TrainConfig(**{**TINY, "resume": str(source), **changes})
-    return train.run(config, frozenset(changes))
+    return train.run(config(resume=str(source), **changes), frozenset(changes))
+
+
+def flags(**changes: Any) -> list[str]:
+    """Returns the flags of a tiny run."""
+    return [f"--{name}={value}" for name, value in {**TINY, **changes}.items()]
 
 
 def steps(run_dir: Path) -> list[int]:
@@ -87,3 +103,9 @@ def files(folder: Path) -> dict[str, bytes]:
     """Returns the contents of all files by their path under `folder`."""
     found = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*"))}
     return {name: path.read_bytes() if path.is_file() else b"" for name, path in found.items()}
+
+
+def named(state: TrainState) -> dict[str, torch.Tensor]:
+    """Returns the leaves of a live state under the names of `state`."""
+    parts = {"learner": state.sac, "run": state._replace(sac=(), replay=()), "replay.rank0": state.replay}
+    return {f"{part}/{name}": leaf for part, values in parts.items() for name, leaf in tree.named(values).items()}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from counting import count
@@ -33,11 +35,20 @@ def test_episodes_end_by_limit_or_task(limit: int, ends_at: int | None, steps: i
     assert result.terminated.tolist() == [ends_at is not None] * 5
 
 
+def test_later_episodes_do_not_count() -> None:
+    """An episode of 4 steps gives the same return whether the loop goes on for 5 steps more or not."""
+    brief, long = count(4, weight=1.0), count(9, ends_at=4, weight=1.0)
+    expected = evaluation.evaluate(brief, *policy(brief), keys.key(0), 5)
+    result = evaluation.evaluate(long, *policy(brief), keys.key(0), 5)
+    assert_bits_equal((result.returns, result.lengths), (expected.returns, expected.lengths))
+    assert result.returns.std() > 0
+
+
 def test_a_return_by_hand() -> None:
     """The reward is t plus the deterministic action, step by step for one environment."""
     env = count(5, weight=0.5)
     params, stats = policy(env)
-    state, observation = env.init(keys.split(keys.key(3), 1).new_tensor(keys.key(3).tolist()), 1)
+    state, observation = env.init(keys.key(3), 1)
     total = 0.0
     for t in range(1, 6):
         (mean, _), _ = networks.actor(params, stats, observation.actor, training=False)
@@ -70,8 +81,6 @@ def test_returns_do_not_depend_on_the_environments_beside(task: str) -> None:
 
 def short(env: Env) -> Env:
     """Leaves the physics and evaluates its first 30 steps, counting what ended in them."""
-    import dataclasses
-
     return env._replace(spec=dataclasses.replace(env.spec, max_episode_steps=30))
 
 

@@ -150,9 +150,11 @@ def both() -> tuple[Critic, Stats]:
     return tree.stack(members)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("training", [True, False])
-def test_a_double_critic_is_two_single_ones(training: bool) -> None:
-    """Values, statistics and gradients; batched products may round differently: 1e-5."""
+def test_a_double_critic_is_two_single_ones(training: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values, statistics and gradients, one by one and batched; batched products may round differently: 1e-5."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiled)
     params, stats = both()
     observation, action = (x.float() for x in inputs())
 

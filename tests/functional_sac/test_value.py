@@ -17,6 +17,13 @@ FALSE = torch.tensor(False)
 DISCOUNTS = [1.0, 0.99, 0.97, 0.97**3, 0.97**5, 0.5, 0.5**3]
 
 
+@pytest.fixture(autouse=True, params=["eager", "compiled"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Runs every test on the formula of an eager CPU and on that of compiled code and of GPUs."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: request.param == "compiled")
+    return request.param
+
+
 def dense(probs: Tensor, reward: float, terminated: bool, entropy: float, atoms: Tensor, discount: float) -> np.ndarray:
     """Every pair of atoms, C51's equation 7 as it is written."""
     p, v = (np.asarray(x, np.float64) for x in (probs, atoms))

@@ -63,6 +63,7 @@ def test_another_structure_is_refused(traced: capture.Function) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_generated_code() -> None:
     """Sums in another order: float32's default tolerance."""
     torch.testing.assert_close(*check(capture.compiled(fn)))

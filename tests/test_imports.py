@@ -1,0 +1,157 @@
+"""Who may import whom: the floor never imports upward, edges go by a table, and reading settings stays cheap."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+PACKAGES = ("functional_sl", "functional_sac")
+
+# A room is a module or a folder of a package; each may import the rooms that stand behind it, and itself.
+SL = {
+    "tree": "",
+    "keys": "",
+    "schedules": "",
+    "losses": "",
+    "gate": "tree",
+    "wire": "tree",
+    "loss_scale": "tree",
+    "capture": "tree",
+    "optim": "tree schedules",
+    "parallel": "tree wire",
+    "step": "tree wire gate optim parallel",
+    "run": "tree",
+}
+# What stands before the bar is of functional_sac, behind it of functional_sl.
+SAC = {
+    "presets": "",
+    "transition": "",
+    "distributions": "",
+    "value": "",
+    "reward_scale": "",
+    "config": "| run",
+    "plan": "config",
+    "networks": "| keys tree",
+    "noise": "| keys",
+    "envs": "transition | keys tree",
+    "replay": "envs transition | keys",
+    "acting": "networks | keys",
+    "losses": "config distributions networks transition value | step tree",
+    "cycle": "config envs losses networks replay reward_scale transition "
+    "| keys loss_scale optim parallel schedules step tree",
+    "iteration": "acting config cycle envs noise replay reward_scale transition | keys",
+    "evaluation": "acting envs networks",
+    "reporting": "acting envs evaluation iteration | run",
+    "opening": "config cycle envs iteration plan | capture keys run tree",
+    "loop": "config evaluation opening plan reporting | keys run tree",
+    "train": "config loop presets | run",
+}
+
+
+def sources() -> dict[str, pathlib.Path]:
+    found = {}
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            found[name.removesuffix(".__init__")] = path
+    return found
+
+
+MODULES = sources()
+
+
+def imported(path: pathlib.Path) -> set[str]:
+    """Returns the dotted names that a file imports anywhere, down to the submodule where it names one."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: imports are absolute"
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                names.add(full if full in MODULES else node.module)
+    return names
+
+
+def room(module: str) -> str:
+    return ".".join(module.split(".")[:2])
+
+
+def allowed() -> dict[str, set[str]]:
+    table = {f"functional_sl.{name}": {f"functional_sl.{x}" for x in rest.split()} for name, rest in SL.items()}
+    for name, rest in SAC.items():
+        own, _, floor = rest.partition("|")
+        table[f"functional_sac.{name}"] = {
+            *(f"functional_sac.{x}" for x in own.split()),
+            *(f"functional_sl.{x}" for x in floor.split()),
+        }
+    return table
+
+
+def test_no_package_imports_upward() -> None:
+    for module, path in MODULES.items():
+        roots = {name.split(".")[0] for name in imported(path)}
+        above = {"experiments", "tests"} | ({"functional_sac"} if module.startswith("functional_sl") else set())
+        assert not roots & above, f"{module} imports {roots & above}"
+
+
+def test_every_edge_is_in_the_table() -> None:
+    table = allowed()
+    for module, path in MODULES.items():
+        if module in PACKAGES:
+            assert not {x for x in imported(path) if x.split(".")[0] in PACKAGES}, f"{module} is no longer lazy"
+            continue
+        assert room(module) in table, f"{module}: enter its room and what it may import into tests/test_imports.py"
+        edges = {room(x) for x in imported(path) if x.split(".")[0] in PACKAGES} - {room(module)}
+        extra = edges - table[room(module)]
+        assert not extra, f"{module} imports {', '.join(sorted(extra))}, which its room may not"
+
+
+def test_the_table_has_no_cycle_and_no_empty_room() -> None:
+    order = [*graphlib.TopologicalSorter(allowed()).static_order()]
+    missing = {name for name in order if name not in {room(module) for module in MODULES}}
+    assert not missing, f"the table names rooms that do not exist: {missing}"
+
+
+def test_modules_have_no_cycle() -> None:
+    """Imports inside functions count too."""
+    graph = {module: {x for x in imported(path) if x in MODULES} - {module} for module, path in MODULES.items()}
+    graphlib.TopologicalSorter(graph).prepare()
+
+
+def python(code: str) -> str:
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT, timeout=120
+    ).stdout
+
+
+@pytest.mark.parametrize("module", ["functional_sac.train", "functional_sac.config", "functional_sac.presets"])
+def test_settings_are_read_without_torch(module: str) -> None:
+    """`--help` waits for neither torch nor jax."""
+    heavy = ["torch", "jax", "jaxlib", "chex", "optree", "numpy", "matplotlib", "safetensors", "tensorboard"]
+    found = python(f"import sys, {module}; print([x for x in {heavy} if x in sys.modules])")
+    assert found.strip() == "[]"
+
+
+def test_importing_everything_defines_no_flag_and_no_default() -> None:
+    """A module whose optional dependency is not installed is passed over."""
+    code = f"""
+import importlib, sys
+from absl import flags
+for name in {sorted(MODULES)}:
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        assert error.name.split(".")[0] not in {PACKAGES}, error
+import torch
+owners = [m for m in flags.FLAGS.flags_by_module_dict() if m.startswith({PACKAGES})]
+print(owners, torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), torch.cuda.is_initialized())
+"""
+    assert python(code).split() == ["[]", "torch.float32", "False", "False"]
