@@ -17,7 +17,7 @@ from torch import Tensor
 from functional_sac import losses, networks, replay, reward_scale
 from functional_sac.config import SACConfig
 from functional_sac.envs.env import EnvSpec
-from functional_sac.networks import Critic
+from functional_sac.networks import Actor, Critic, Stats
 from functional_sac.transition import Transition
 from functional_sl import keys, loss_scale, optim, schedules, tree
 from functional_sl.loss_scale import LossScaleState
@@ -37,11 +37,24 @@ class SACState(NamedTuple):
     scale: LossScaleState  # of the float16 loss; at rest otherwise
 
 
-class Draws(NamedTuple):
-    """The random numbers of a cycle of K updates."""
+class PolicyPart(NamedTuple):
+    """What an update of actor and temperature changes."""
 
-    rows: Tensor  # [K, B] int64, replay rows
-    noise: Tensor  # [K, 3B, A] standard normal: 2B rows for the actor, B for the critic
+    actor: StepState
+    temperature: StepState
+    scale: LossScaleState
+
+
+class CriticPart(NamedTuple):
+    """What an update of the critics changes."""
+
+    critic: StepState
+    target: Critic
+    scale: LossScaleState
+
+
+Metrics = dict[str, Tensor]
+Region = Callable[..., tuple[tree.Tree, Metrics]]
 
 
 class Learner(NamedTuple):
@@ -58,8 +71,8 @@ class Learner(NamedTuple):
     """
 
     init: Callable[[Tensor], SACState]
-    update: Callable[..., tuple[SACState, dict[str, Tensor]]]
-    cycle: Callable[..., tuple[SACState, dict[str, Tensor]]]
+    update: Callable[..., tuple[SACState, Metrics]]
+    cycle: Callable[..., tuple[SACState, Metrics]]
     phases: int
     rate: schedules.Schedule
 
@@ -76,13 +89,20 @@ def with_actor(config: SACConfig, phase: int) -> tuple[bool, ...]:
     return tuple((start + k) % config.actor_update_period == 0 for k in range(config.updates_per_step))
 
 
-def make_learner(config: SACConfig, spec: EnvSpec, collectives: Collectives | None = None) -> Learner:
+def make_learner(
+    config: SACConfig,
+    spec: EnvSpec,
+    collectives: Collectives | None = None,
+    wrap: Callable[[Region], Region] = lambda region: region,
+) -> Learner:
     """Builds the learner of a configuration for a task.
 
     Args:
       config: the algorithm; `lr_decay_updates` must be set.
       spec: sizes of observations and actions.
       collectives: how gradients meet those of other ranks; one rank by default.
+      wrap: applied to the regions of which the cycle is composed, each `(part, *inputs) -> (part, dict)`: the
+        sampling, the critics' update, the policy's update. It may compile them or map them over seeds.
     """
     if config.lr_decay_updates == 0:
         raise ValueError("lr_decay_updates=0: a learner does not know the run's length; set its number of updates")
@@ -123,55 +143,89 @@ def make_learner(config: SACConfig, spec: EnvSpec, collectives: Collectives | No
             scale=scaler.init(key.device),
         )
 
-    def policy_update(state: SACState, batch: Transition, noise: Tensor) -> tuple[SACState, dict[str, Tensor]]:
-        scale = state.scale.scale if scaled else None
-        frozen = (state.critic.params, state.critic.stats.online, state.temperature.params)
-        actor, ok, aux = actor_step.update(state.actor, *frozen, batch, noise, scale=scale)
-        temperature, _, heat = temperature_step.update(state.temperature, aux.metrics["entropy"])
-        if scaled:
-            state = state._replace(scale=scaler.update(state.scale, ok))
-        return state._replace(actor=actor, temperature=temperature), {**aux.metrics, **heat.metrics}
+    def policy_update(
+        part: PolicyPart, critic: Critic, stats: Stats, batch: Transition, noise: Tensor
+    ) -> tuple[PolicyPart, Metrics]:
+        scale = part.scale.scale if scaled else None
+        log_temperature = part.temperature.params
+        actor, ok, aux = actor_step.update(part.actor, critic, stats, log_temperature, batch, noise, scale=scale)
+        temperature, _, heat = temperature_step.update(part.temperature, aux.metrics["entropy"])
+        scale_state = scaler.update(part.scale, ok) if scaled else part.scale
+        return PolicyPart(actor, temperature, scale_state), {**aux.metrics, **heat.metrics}
 
-    def critic_update(state: SACState, batch: Transition, noise: Tensor) -> tuple[SACState, Tensor, dict[str, Tensor]]:
-        scale = state.scale.scale if scaled else None
-        policy = (state.actor.params, state.actor.stats, state.temperature.params)
-        goal = loss.critic_goal(state.target, state.critic.stats.target, *policy, batch, noise)
-        critic, ok, aux = critic_step.update(state.critic, goal, scale=scale)
-        if scaled:
-            state = state._replace(scale=scaler.update(state.scale, ok))
-        return state._replace(critic=critic), ok, aux.metrics
+    def critic_update(
+        part: CriticPart, actor: Actor, stats: Stats, log_temperature: Tensor, batch: Transition, noise: Tensor
+    ) -> tuple[CriticPart, Metrics]:
+        scale = part.scale.scale if scaled else None
+        goal = loss.critic_goal(part.target, part.critic.stats.target, actor, stats, log_temperature, batch, noise)
+        critic, ok, aux = critic_step.update(part.critic, goal, scale=scale)
+        target = tree.where(ok, tree.lerp(part.target, critic.params, config.tau), part.target)
+        scale_state = scaler.update(part.scale, ok) if scaled else part.scale
+        return CriticPart(critic, target, scale_state), aux.metrics
+
+    def sample(
+        key: Tensor, buffer: replay.ReplayState, scale: reward_scale.RewardScaleState
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        key, rows_key, noise_key = keys.split(key, 3)
+        k, b = config.updates_per_step, config.batch_size
+        drawn = replay.indices(buffer, rows_key, (k * b,))
+        rows = buffer.rows.index_select(0, drawn).unflatten(0, (k, b))
+        noise = keys.normal(noise_key, (k, 3 * b, spec.action_dim))
+        divisor = reward_scale.denominator(scale, config.return_bound)
+        return key, {"rows": rows, "noise": noise, "divisor": divisor if config.scale_rewards else divisor * 0 + 1}
+
+    def batch_of(rows: Tensor, divisor: Tensor) -> Transition:
+        batch = replay.unpack(rows, columns)
+        return batch._replace(reward=batch.reward / divisor)
+
+    def policy_region(part, critic, stats, rows, noise, divisor):
+        return policy_update(part, critic, stats, batch_of(rows, divisor), noise[: 2 * config.batch_size])
+
+    def critic_region(part, actor, stats, log_temperature, rows, noise, divisor):
+        batch = batch_of(rows, divisor)
+        return critic_update(part, actor, stats, log_temperature, batch, noise[2 * config.batch_size :])
+
+    def compose(policy: Region, critic: Region, with_actor: bool) -> Callable[..., tuple[SACState, Metrics]]:
+        """Returns one update of a `SACState`, `(state, policy's inputs, critic's inputs)`, in the config's order."""
+
+        def change_policy(state: SACState, inputs: tuple) -> tuple[SACState, Metrics]:
+            part = PolicyPart(state.actor, state.temperature, state.scale)
+            part, metrics = policy(part, state.critic.params, state.critic.stats.online, *inputs)
+            return state._replace(**part._asdict()), metrics
+
+        def change_critic(state: SACState, inputs: tuple) -> tuple[SACState, Metrics]:
+            part = CriticPart(state.critic, state.target, state.scale)
+            frozen = (state.actor.params, state.actor.stats, state.temperature.params)
+            part, metrics = critic(part, *frozen, *inputs)
+            return state._replace(**part._asdict()), metrics
+
+        def update(state: SACState, policy_inputs: tuple, critic_inputs: tuple) -> tuple[SACState, Metrics]:
+            metrics: Metrics = {}
+            changes = [(change_policy, policy_inputs)] * with_actor
+            changes.insert(0 if config.critic_first else len(changes), (change_critic, critic_inputs))
+            for change, inputs in changes:
+                state, found = change(state, inputs)
+                metrics |= found
+            return state._replace(updates=state.updates + 1), metrics
+
+        return update
 
     def update(
         state: SACState, batch: Transition, actor_noise: Tensor, critic_noise: Tensor, with_actor: bool
-    ) -> tuple[SACState, dict[str, Tensor]]:
-        metrics: dict[str, Tensor] = {}
-        if with_actor and not config.critic_first:
-            state, metrics = policy_update(state, batch, actor_noise)
-        state, ok, critic_metrics = critic_update(state, batch, critic_noise)
-        if with_actor and config.critic_first:
-            state, metrics = policy_update(state, batch, actor_noise)
-        target = tree.where(ok, tree.lerp(state.target, state.critic.params, config.tau), state.target)
-        return state._replace(target=target, updates=state.updates + 1), {**critic_metrics, **metrics}
+    ) -> tuple[SACState, Metrics]:
+        one = compose(policy_update, critic_update, with_actor)
+        return one(state, (batch, actor_noise), (batch, critic_noise))
 
-    def draw(state: SACState, buffer: replay.ReplayState) -> tuple[SACState, Draws]:
-        key, rows_key, noise_key = keys.split(state.key, 3)
-        k, b, a = config.updates_per_step, config.batch_size, spec.action_dim
-        return state._replace(key=key), Draws(
-            rows=replay.indices(buffer, rows_key, (k, b)),
-            noise=keys.normal(noise_key, (k, 3 * b, a)),
-        )
+    sampling, policy, critic = wrap(sample), wrap(policy_region), wrap(critic_region)
 
     def cycle(
         state: SACState, buffer: replay.ReplayState, scale: reward_scale.RewardScaleState, phase: int
-    ) -> tuple[SACState, dict[str, Tensor]]:
-        state, draws = draw(state, buffer)
-        divisor = reward_scale.denominator(scale, config.return_bound) if config.scale_rewards else 1.0
-        history, actor_rows = [], 2 * config.batch_size
+    ) -> tuple[SACState, Metrics]:
+        key, drawn = sampling(state.key, buffer, scale)
+        state, history = state._replace(key=key), []
         for k, acts in enumerate(with_actor(config, phase)):
-            batch = replay.gather(buffer, draws.rows[k], columns)
-            batch = batch._replace(reward=batch.reward / divisor)
-            noise = draws.noise[k]
-            state, metrics = update(state, batch, noise[:actor_rows], noise[actor_rows:], acts)
+            inputs = (drawn["rows"].select(-3, k), drawn["noise"].select(-3, k), drawn["divisor"])
+            state, metrics = compose(policy, critic, acts)(state, inputs, inputs)
             history.append(metrics)
         return state, _mean(history)
 
@@ -181,4 +235,4 @@ def make_learner(config: SACConfig, spec: EnvSpec, collectives: Collectives | No
 def _mean(history: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     names = sorted({name for metrics in history for name in metrics})
     series = {name: [metrics[name] for metrics in history if name in metrics] for name in names}
-    return {name: values[0] if len(values) == 1 else torch.stack(values).mean() for name, values in series.items()}
+    return {name: values[0] if len(values) == 1 else torch.stack(values).mean(0) for name, values in series.items()}

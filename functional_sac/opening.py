@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+import functools
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +26,7 @@ from functional_sl.run import board, cli, runlog, snapshot
 from functional_sl.run.manifest import read as read_manifest
 
 RUNS = "runs"
+COMPILED_UPDATES = 20_000
 MAY_CHANGE = frozenset(
     ("env_steps", "eval_every", "log_every", "snapshot_every", "keep_snapshots", "snapshot_replay", "tensorboard")
 )
@@ -86,13 +89,14 @@ def _open(config: TrainConfig, given: frozenset[str]) -> Run:
         device = _device(config.device)
         env = envs.make(config.task, config.sim)
     config = plan.settle(config)
+    config = dataclasses.replace(config, compile=_compiles(config, device))
     _make_deterministic(config.deterministic)
-    learner = make_learner(config, env.spec)
+    learner = make_learner(config, env.spec, wrap=_wrap(config))
     iteration = make_iteration(config, env, learner)
     state, start = _restore(_init(iteration, config, device), config, source)
     log = _open_log(config, source, start)
     events = board.Board(log.run_dir / "tensorboard" if config.tensorboard else None, start.snapshot_step)
-    return Run(config, device, env, learner, _over_seeds(iteration, config, device), state, start, log, events)
+    return Run(config, device, env, learner, _over_seeds(iteration, config), state, start, log, events)
 
 
 def save(run: Run, state: TrainState, env_steps: int, score: float | None) -> Path:
@@ -215,47 +219,31 @@ def _init(iteration: Iteration, config: TrainConfig, device: torch.device) -> Tr
     return tree.stack(states) if config.num_seeds > 1 else states[0]
 
 
-def _over_seeds(iteration: Iteration, config: TrainConfig, device: torch.device) -> Iteration:
-    """Maps the iteration over a leading axis of seeds, where there are several, and compiles where asked to."""
-
-    def learn_in_phase(phase: int) -> capture.Function:
-        def learn(state: TrainState) -> tuple[TrainState, dict[str, torch.Tensor]]:
-            return iteration.learn(state, phase)
-
-        mapped = _mapped(learn) if config.num_seeds > 1 else learn
-        compiles = config.compile == "true" or (config.compile == "auto" and device.type == "cuda")
-        return capture.compiled(mapped) if compiles else mapped
-
-    steps = [lambda state, random=random: iteration.step(state, random) for random in (False, True)]
-    steps = [_mapped(step) if config.num_seeds > 1 else step for step in steps]
-    phases: dict[int, capture.Function] = {}
-
-    def step(state: TrainState, random: bool) -> TrainState:
-        return steps[random](state)
-
-    def learn(state: TrainState, phase: int) -> tuple[TrainState, dict[str, torch.Tensor]]:
-        if phase not in phases:
-            phases[phase] = learn_in_phase(phase)
-        return phases[phase](state)
-
-    return Iteration(iteration.init, step, learn)
+def _compiles(config: TrainConfig, device: torch.device) -> str:
+    """Returns what `--compile=auto` comes to, which the run keeps, resumes included."""
+    if config.compile != "auto":
+        return config.compile
+    # On a CPU compiling takes about a minute and then halves an update's time.
+    worthwhile = plan.total_updates(config) >= COMPILED_UPDATES and any(map(shutil.which, ("c++", "g++", "clang++")))
+    return "true" if device.type == "cuda" or worthwhile else "false"
 
 
-def _mapped(fn: Any) -> Any:
-    # vmap takes flat lists faster than nested NamedTuples.
-    def mapped(state: TrainState) -> Any:
-        leaves, structure = tree.flatten(state)
-        outputs = None
+def _wrap(config: TrainConfig) -> Callable[[capture.Function], capture.Function]:
+    """Returns what is done to a region of the cycle: mapped over seeds where there are several, compiled if asked."""
 
-        def flat(leaves: list[torch.Tensor]) -> list[torch.Tensor]:
-            nonlocal outputs
-            new, outputs = tree.flatten(fn(tree.unflatten(structure, leaves)))
-            return new
+    def wrap(region: capture.Function) -> capture.Function:
+        region = capture.mapped(region) if config.num_seeds > 1 else region
+        return capture.compiled(region) if config.compile == "true" else region
 
-        found = torch.func.vmap(flat)(leaves)
-        return tree.unflatten(outputs, found)
+    return wrap
 
-    return mapped
+
+def _over_seeds(iteration: Iteration, config: TrainConfig) -> Iteration:
+    """Maps the environment step over seeds, where there are several; the learner's regions are mapped already."""
+    if config.num_seeds == 1:
+        return iteration
+    steps = [capture.mapped(functools.partial(iteration.step, random=random)) for random in (False, True)]
+    return iteration._replace(step=lambda state, random: steps[random](state))
 
 
 def _restore(state: TrainState, config: TrainConfig, source: Path | None) -> tuple[TrainState, Start]:

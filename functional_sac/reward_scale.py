@@ -60,17 +60,14 @@ def update(
     """
     returns = torch.where(done, 0.0, gamma * state.returns) + reward
     rows = returns.shape[0]
-    var, mean = torch.var_mean(returns, correction=0)
-    delta = mean - state.mean
-    total = state.count + rows
-    new = (rows / total).to(mean.dtype)
-    old = ((state.count + old_count_eps) / total).to(mean.dtype)
-    between = (state.count * rows / (total * total)).to(mean.dtype)
+    var, mean = (x.to(torch.float64) for x in torch.var_mean(returns, correction=0))
+    delta, total = mean - state.mean, state.count + rows
+    spread = state.var * (state.count + old_count_eps) + var * rows + delta * delta * (state.count * rows / total)
     return RewardScaleState(
         returns=returns,
         max_abs=torch.maximum(state.max_abs, returns.abs().amax()),
-        mean=state.mean + delta * new,
-        var=state.var * old + var * new + delta * delta * between,
+        mean=(state.mean + delta * rows / total).to(state.mean.dtype),
+        var=(spread / total).to(state.var.dtype),
         count=total,
     )
 

@@ -1,4 +1,4 @@
-"""Compiling a pure `(state, *inputs) -> (state, metrics)`.
+"""Compiling, and mapping over seeds, a pure `(state, *inputs) -> (state, outputs)`.
 
 A compiled region takes and returns flat tuples of tensors: Dynamo on torch 2.11 rebuilds NamedTuples wrongly
 when they travel from one compiled call to the next.
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from functional_sl import tree
 
-Function = Callable[..., tuple[tree.Tree, dict[str, Tensor]]]
+Function = Callable[..., tuple[tree.Tree, dict[str, Tensor]]]  # (state, *inputs) -> (state, outputs)
 
 
 def compiled(fn: Function) -> Function:
@@ -42,5 +42,24 @@ def compiled(fn: Function) -> Function:
             raise ValueError(f"compiled for arguments {structure}, called with {found}; compile the function anew")
         new, metrics = run(*leaves)
         return tree.unflatten(tree.flatten(state)[1], new), metrics
+
+    return call
+
+
+def mapped(fn: Callable[..., tree.Tree]) -> Callable[..., tree.Tree]:
+    """Returns `fn` mapped by `torch.func.vmap` over the leading axis of all its arguments and results."""
+
+    def call(*arguments: tree.Tree) -> tree.Tree:
+        leaves, structure = tree.flatten(arguments)
+        outputs = None
+
+        # vmap takes flat lists faster than nested NamedTuples.
+        def flat(leaves: list[Tensor]) -> list[Tensor]:
+            nonlocal outputs
+            found, outputs = tree.flatten(fn(*tree.unflatten(structure, leaves)))
+            return found
+
+        found = torch.func.vmap(flat)(leaves)
+        return tree.unflatten(outputs, found)
 
     return call

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from experiments import bench_learner
+from experiments import bench_learner, learner_agreement
 from functional_sac.config import SACConfig
 from functional_sac.envs.env import EnvSpec
 
@@ -29,19 +29,19 @@ def config(**changes: object) -> SACConfig:
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("changes", [{}, {"num_blocks": 1, "n_step": 3, "lr_init": 1e-5, "lr_warmup_updates": 2}])
 def test_both_learners_agree_to_the_rounding_of_float64(spec, changes):
-    gaps = bench_learner.disagreement(config(**changes), spec)
+    gaps = learner_agreement.disagreement(config(**changes), spec)
     # 2**-52 is 2.2e-16; Adam divides by sqrt(nu) + 1e-8, so a first step may enlarge rounding 1e4-fold (lr / eps).
     assert max(gaps.values()) < 1e-12, gaps
 
 
 def test_in_float32_the_metrics_agree_to_its_rounding():
-    gaps = bench_learner.disagreement(config(), SPECS["symmetric"], dtype=torch.float32)
+    gaps = learner_agreement.disagreement(config(), SPECS["symmetric"], dtype=torch.float32)
     assert 0 < gaps["metric"] < 1e-5, gaps
 
 
 def test_a_difference_in_the_update_shows(monkeypatch):
-    monkeypatch.setattr(bench_learner.BatchNorm, "momentum", 0.02)
-    assert bench_learner.disagreement(config(), SPECS["symmetric"])["critic"] > 1e-4
+    monkeypatch.setattr(learner_agreement.BatchNorm, "momentum", 0.02)
+    assert learner_agreement.disagreement(config(), SPECS["symmetric"])["critic"] > 1e-4
 
 
 def test_a_measurement_is_complete_and_json(monkeypatch):

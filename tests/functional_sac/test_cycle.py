@@ -89,13 +89,14 @@ def test_the_optimizers_count_what_they_did(k: int, count: str, expected: list[i
 def test_every_update_has_rows_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Six updates, three cycles: 18 different index sets; the same seed draws the same again."""
     seen: list[tuple[int, ...]] = []
-    original = replay.gather
+    original = replay.indices
 
-    def record(buffer: ReplayState, rows: Tensor, columns: replay.Fields) -> object:
-        seen.append(tuple(rows.tolist()))
-        return original(buffer, rows, columns)
+    def record(buffer: ReplayState, key: Tensor, shape: tuple[int, ...]) -> Tensor:
+        rows = original(buffer, key, shape)
+        seen.extend(tuple(update) for update in rows.reshape(6, 16).tolist())
+        return rows
 
-    monkeypatch.setattr(replay, "gather", record)
+    monkeypatch.setattr(replay, "indices", record)
     for _ in range(2):
         s = state(updates_per_step=6)
         for _ in range(3):
