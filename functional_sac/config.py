@@ -159,7 +159,7 @@ class TrainConfig(SACConfig):
             "the run ends before learning starts",
         )
         _require(
-            self.learning_starts + (self.n_step - 1) * self.num_envs <= self.env_steps,
+            max(self.learning_starts, 1) + (self.n_step - 1) * self.num_envs <= self.env_steps,
             self,
             ("learning_starts", "n_step", "num_envs", "env_steps"),
             "the run ends before learning starts: the first n - 1 vector steps give no row",

@@ -169,7 +169,7 @@ def make_learner(
         key, rows_key, noise_key = keys.split(key, 3)
         k, b = config.updates_per_step, config.batch_size
         drawn = replay.indices(buffer, rows_key, (k * b,))
-        rows = buffer.rows.index_select(0, drawn).unflatten(0, (k, b))
+        rows = replay.take(buffer, drawn).unflatten(0, (k, b))
         noise = keys.normal(noise_key, (k, 3 * b, spec.action_dim))
         divisor = reward_scale.denominator(scale, config.return_bound)
         return key, {"rows": rows, "noise": noise, "divisor": divisor if config.scale_rewards else divisor * 0 + 1}

@@ -6,6 +6,7 @@ their environments in one process.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from functional_sac import acting, noise, replay, reward_scale
 from functional_sac.config import TrainConfig
 from functional_sac.cycle import Learner, SACState
 from functional_sac.envs.env import Env, TimeStep
+from functional_sac.losses import METRICS
 from functional_sac.noise import NoiseState
 from functional_sac.replay import ReplayState
 from functional_sac.reward_scale import RewardScaleState
@@ -44,6 +46,7 @@ class TrainState(NamedTuple):
     key: Tensor  # [2] int64, of acting
     env_steps: Tensor  # () int64, over all environments
     episodes: Episodes
+    metrics: dict[str, Tensor]  # () float32 each, the last value of every metric of the learner; NaN before the first
 
 
 class Iteration(NamedTuple):
@@ -52,12 +55,12 @@ class Iteration(NamedTuple):
     Attributes:
       init: `key -> TrainState`.
       step: `(state, random) -> state`, one vector step; actions are uniform if `random`, else the policy explores.
-      learn: `(state, phase) -> (state, metrics)`, one cycle.
+      learn: `(state, phase) -> state`, one cycle.
     """
 
     init: Callable[[Tensor], TrainState]
     step: Callable[[TrainState, bool], TrainState]
-    learn: Callable[[TrainState, int], tuple[TrainState, dict[str, Tensor]]]
+    learn: Callable[[TrainState, int], TrainState]
 
 
 def make_iteration(config: TrainConfig, env: Env, learner: Learner) -> Iteration:
@@ -86,6 +89,7 @@ def make_iteration(config: TrainConfig, env: Env, learner: Learner) -> Iteration
                 returns=torch.zeros((), dtype=torch.float64, device=device),
                 lengths=torch.zeros((), dtype=torch.int64, device=device),
             ),
+            metrics={name: torch.full((), math.nan, device=device) for name in METRICS},
         )
 
     def act(state: TrainState, random: bool) -> tuple[TrainState, Tensor]:
@@ -118,9 +122,9 @@ def make_iteration(config: TrainConfig, env: Env, learner: Learner) -> Iteration
         state, action = act(state, random)
         return store(state, action, *env.step(state.env, action))
 
-    def learn(state: TrainState, phase: int) -> tuple[TrainState, dict[str, Tensor]]:
+    def learn(state: TrainState, phase: int) -> TrainState:
         sac, metrics = learner.cycle(state.sac, state.replay, state.scale, phase)
-        return state._replace(sac=sac), metrics
+        return state._replace(sac=sac, metrics=state.metrics | metrics)
 
     return Iteration(init, step, learn)
 

@@ -44,7 +44,6 @@ class _Loop:
         self._run, self._config = run, run.config
         self._state = run.state
         self._env_steps, self._updates, self._inserted = run.start[:3]
-        self._metrics: dict[str, Tensor] = {}
         self._evaluation: dict[str, Any] = {}
         self._begin = self._mark = self._now()
         self._finished, self.stopped = False, ""
@@ -61,7 +60,7 @@ class _Loop:
         self._state = iteration.step(self._state, turn.random)
         if turn.learn:
             phase = self._updates // config.updates_per_step % self._run.learner.phases
-            self._state, self._metrics = iteration.learn(self._state, phase)
+            self._state = iteration.learn(self._state, phase)
             self._updates += config.updates_per_step
         before = self._env_steps
         self._env_steps += config.num_envs
@@ -69,9 +68,10 @@ class _Loop:
         self._finished = self._env_steps >= config.env_steps
         self.stopped = "" if self._finished else stop.name
         self._write_down(plan.due(config, before, self._env_steps, self._finished))
-        loss = self._metrics.get("critic_loss") if self._mark.env_steps == self._env_steps else None
-        shown = {} if loss is None else {"loss": float(loss.mean())}
-        progress.update(self._env_steps, **{"return": self._evaluation.get("eval_return_mean")}, **shown)
+        shown = {"return": self._evaluation.get("eval_return_mean")}
+        if self._updates and self._mark.env_steps == self._env_steps:
+            shown["loss"] = float(self._state.metrics["critic_loss"].mean())
+        progress.update(self._env_steps, **shown)
 
     def summary(self) -> dict[str, Any]:
         """Returns the run's last line."""
@@ -111,7 +111,7 @@ class _Loop:
         rate = self._run.learner.rate(self._state.sac.critic.opt.count)
         record = {
             "updates": self._updates,
-            **reporting.learning(self._state, self._metrics, rate),
+            **(reporting.learning(self._state, rate) if self._updates else {}),
             **reporting.episodes(totals),
             **evaluation,
         }

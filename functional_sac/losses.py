@@ -20,6 +20,10 @@ from functional_sac.transition import Transition, critic_view
 from functional_sl import tree
 from functional_sl.step import Aux
 
+METRICS = (
+    "actor_loss", "critic_loss", "entropy", "max_entropy_bonus", "mean_action", "q", "temperature", "temperature_loss",
+)  # fmt: skip
+
 
 class CriticStats(NamedTuple):
     """Batch-norm statistics of both ensembles, each stacked [2, ...]; the critic's loss moves both."""

@@ -215,12 +215,16 @@ class _BatchNorms:
     def __init__(self, params: Trunk, stats: Stats, training: bool) -> None:
         widths = norm_widths(params)
         self._old, self._training = stats, training
-        self._running = None if training else iter(zip(stats.mean.split(widths), stats.var.split(widths), strict=True))
+        inverse_std = torch.rsqrt(stats.var + BN_EPS)
+        self._running = iter(zip(stats.mean.split(widths), inverse_std.split(widths), strict=True))
         self._batch: list[tuple[Tensor, Tensor]] = []
 
     def __call__(self, params: BatchNorm, x: Tensor) -> Tensor:
-        mean, var = (None, None) if self._training else next(self._running)
-        y, *batch = torch.native_batch_norm(x, params.scale, params.bias, mean, var, self._training, 0.0, BN_EPS)
+        if not self._training:
+            mean, inverse_std = next(self._running)
+            slope = params.scale * inverse_std
+            return torch.addcmul(params.bias - mean * slope, x.to(slope.dtype), slope).to(x.dtype)
+        y, *batch = torch.native_batch_norm(x, params.scale, params.bias, None, None, True, 0.0, BN_EPS)
         self._batch.append(batch)
         return y
 

@@ -143,3 +143,13 @@ def _fold(window: Tensor, columns: Fields, gamma: float) -> Tensor:
 def indices(state: ReplayState, key: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Draws row indices uniformly with replacement from the rows that hold a transition, int64 [shape]."""
     return keys.randint(key, shape, 0, state.size)
+
+
+def take(state: ReplayState, rows: Tensor) -> Tensor:
+    """Returns the packed rows [B, width] of the row indices [B]."""
+    return state.rows.index_select(0, rows)
+
+
+def gather(state: ReplayState, rows: Tensor, columns: Fields) -> Transition:
+    """Returns the transitions [B, ...] of the row indices [B]."""
+    return unpack(take(state, rows), columns)

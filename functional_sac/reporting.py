@@ -25,12 +25,12 @@ class Mark(NamedTuple):
     updates: int
 
 
-def learning(state: TrainState, metrics: dict[str, Tensor], rate: Tensor) -> dict[str, Any]:
+def learning(state: TrainState, rate: Tensor) -> dict[str, Any]:
     """Returns the losses (means over seeds), skipped updates (sums over seeds) and learning rate as numbers."""
     sac = state.sac
     skipped = {f"skipped_{name}": getattr(sac, name).gate.skipped for name in ("actor", "critic", "temperature")}
     return {
-        **{name: _mean(value) for name, value in metrics.items()},
+        **{name: _mean(value) for name, value in state.metrics.items()},
         **{name: int(value.sum()) for name, value in skipped.items()},
         "learning_rate": float(rate.reshape(-1)[0]),
         "reward_scale": _mean(state.scale.var.sqrt()),

@@ -59,6 +59,8 @@ def update(
       The state after it.
     """
     returns = torch.where(done, 0.0, gamma * state.returns) + reward
+    # One reward that is not finite would spoil the moments for good; it starts its environment's return anew.
+    returns = torch.nan_to_num(returns, nan=0.0, posinf=0.0, neginf=0.0)
     rows = returns.shape[0]
     var, mean = (x.to(torch.float64) for x in torch.var_mean(returns, correction=0))
     delta, total = mean - state.mean, state.count + rows

@@ -45,7 +45,7 @@ SAC = {
     "losses": "config distributions networks transition value | step tree",
     "cycle": "config envs losses networks replay reward_scale transition "
     "| keys loss_scale optim parallel schedules step tree",
-    "iteration": "acting config cycle envs noise replay reward_scale transition | keys",
+    "iteration": "acting config cycle envs losses noise replay reward_scale transition | keys",
     "evaluation": "acting envs networks",
     "reporting": "acting envs evaluation iteration | run",
     "opening": "config cycle envs iteration plan | capture keys run tree",

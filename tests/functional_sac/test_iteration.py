@@ -126,8 +126,9 @@ def test_warm_up_then_learning() -> None:
         state = loop.step(state, turn.random)
         assert tree.bits_equal(before, state.noise) == turn.random
         if turn.learn:
-            state, metrics = loop.learn(state, inserted % 2)
-            assert metrics["critic_loss"].isfinite()
+            state = loop.learn(state, inserted % 2)
+        learned = inserted >= 2
+        assert state.metrics["critic_loss"].isfinite() == state.metrics["actor_loss"].isfinite() == learned
         pattern.append((turn.random, turn.learn))
     assert pattern == [(True, False), (True, False), (True, True), (False, True), (False, True)]
     assert state.sac.updates == 3
@@ -166,8 +167,8 @@ def test_seeds_by_vmap_equal_single_runs() -> None:
     stacked = tree.stack(singles)
     step, learn = (torch.func.vmap(f, (0, None)) for f in (loop.step, loop.learn))
     for i in range(3):
-        stacked, _ = learn(step(stacked, i == 0), 0)
-        singles = [loop.learn(loop.step(single, i == 0), 0)[0] for single in singles]
+        stacked = learn(step(stacked, i == 0), 0)
+        singles = [loop.learn(loop.step(single, i == 0), 0) for single in singles]
     torch.testing.assert_close(stacked, tree.stack(singles), rtol=1e-4, atol=1e-4)
     starts = stacked.observation.actor[..., 1]
     assert len(set(starts.reshape(-1).tolist())) == 9

@@ -243,7 +243,7 @@ def test_init_from_takes_networks_statistics_and_temperature_only(run_dir, tmp_p
     for name, mine in tiny_runs.named(state).items():
         taken = any(part in name for part in ("/params/", "/stats/", "/target/")) or name.endswith("temperature/params")
         source = old if taken else tiny_runs.named(fresh)
-        assert torch.equal(mine, source[name]), name
+        assert tree.bits_equal(mine, source[name]), name
     with pytest.raises(UsageError, match=r"leaf '.*' is float32\[.*8.*\], expected float32\[.*16"):
         opening.open_run(tiny_runs.config(tmp_path / "wide", init_from=str(run_dir), actor_width=16)).__enter__()
     assert not (tmp_path / "wide").exists()

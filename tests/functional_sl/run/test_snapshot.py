@@ -165,7 +165,7 @@ BAD_TREES = {
     "text": ({"a": "x"}, "'a' is a str, expected a tensor"),
     "sparse": ({"a": torch.eye(2).to_sparse()}, "'a' is sparse_coo float32"),
     "complex": ({"a": torch.ones(1, dtype=torch.complex64)}, "'a' is strided complex64"),
-    "one name": ({1: torch.ones(1), "1": torch.ones(1)}, "two leaves are called '1'"),
+    "one name": ({1: torch.ones(1), "1": torch.ones(1)}, "two leaves have the name '1'"),
     "surrogate": ({"\ud800": torch.ones(1)}, "no valid Unicode"),
 }
 
