@@ -14,6 +14,7 @@ from equal import assert_bits_equal
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from functional_sac import opening
+from functional_sl import tree
 from functional_sl.run import runlog
 from functional_sl.run.cli import UsageError
 
