@@ -19,15 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from experiments.learner_agreement import as_transition, disagreement, load, transitions
 from experiments.module_learner import ModuleLearner
 from functional_sac import replay, reward_scale
 from functional_sac.config import SACConfig
-from functional_sac.cycle import Learner, SACState, make_learner
+from functional_sac.cycle import make_learner
 from functional_sac.envs.env import EnvSpec
-from functional_sl import keys, tree
+from functional_sl import capture, keys
 from functional_sl.run import cli
 
 ROWS = 100_000
@@ -62,41 +61,23 @@ def setting(size: str) -> tuple[SACConfig, EnvSpec]:
     return config, EnvSpec("benchmark", actor_dim, critic_dim, action_dim, max_episode_steps=1000, control_dt=0.02)
 
 
-def compile_cycle(learner: Learner, *inputs: tree.Tree) -> Callable[..., tuple[SACState, Any]]:
-    """Returns the cycle, with phase 0 and trees like `inputs`, compiled with tuples of tensors at its boundary."""
-
-    def flat(*leaves: Tensor) -> tuple[list[Tensor], dict[str, Tensor]]:
-        # A structure is traced only where it is made.
-        state, metrics = learner.cycle(*tree.unflatten(tree.flatten(inputs)[1], leaves), 0)
-        return tree.leaves(state), metrics
-
-    program, structure = torch.compile(flat, fullgraph=True), tree.flatten(inputs[0])[1]
-
-    def cycle(*trees: Any) -> tuple[SACState, Any]:
-        leaves, metrics = program(*tree.leaves(trees[:-1]))
-        return tree.unflatten(structure, leaves), metrics
-
-    return cycle
-
-
 def turns(settings: Settings) -> dict[str, Callable[[int], None]]:
     """Returns for each learner a function that makes so many pairs of updates."""
     config, spec = setting(settings.size)
     data = transitions(spec, ROWS, settings.device)
     scale = reward_scale.init(1, device=settings.device)
     module = ModuleLearner(config, spec, data, scale.var, scale.max_abs)
-    learner = make_learner(config, spec)
+    learner = make_learner(config, spec, **({"wrap": capture.compiled} if settings.compile else {}))
     state = learner.init(keys.key(0, device=settings.device))
     load(module, state)
     columns = replay.fields(spec)
     empty = replay.init(columns, ROWS, ROWS, device=settings.device)
     buffer = replay.insert(empty, as_transition(spec, data), columns, config.gamma)
-    cycle = compile_cycle(learner, state, buffer, scale) if settings.compile else learner.cycle
 
     def functional(pairs: int) -> None:
         nonlocal state
         for _ in range(pairs):
-            state, _ = cycle(state, buffer, scale, 0)
+            state, _ = learner.cycle(state, buffer, scale, 0)
 
     def modules(pairs: int) -> None:
         for _ in range(2 * pairs):

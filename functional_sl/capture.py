@@ -6,6 +6,7 @@ when they travel from one compiled call to the next.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -16,12 +17,13 @@ from functional_sl import tree
 Function = Callable[..., tuple[tree.Tree, dict[str, Tensor]]]  # (state, *inputs) -> (state, outputs)
 
 
-def compiled(fn: Function) -> Function:
+def compiled(fn: Function, backend: str = "inductor") -> Function:
     """Returns `fn` compiled as one graph (`fullgraph=True`), with the same arguments and results.
 
     Args:
       fn: `(state, *inputs) -> (state, metrics)`; the new state has the old one's structure, `metrics` is a flat
         dict. The structure of the arguments is fixed at the first call.
+      backend: of `torch.compile`.
 
     Raises:
       ValueError: from a call whose arguments have another structure.
@@ -37,8 +39,15 @@ def compiled(fn: Function) -> Function:
         leaves, found = tree.flatten((state, *inputs))
         if structure is None:
             structure, template = found, tree.unflatten(found, range(len(leaves)))
-            run = torch.compile(flat, fullgraph=True, dynamic=False)
-        elif found != structure:
+            run = torch.compile(flat, fullgraph=True, dynamic=False, backend=backend)
+            with warnings.catch_warnings():
+                # Full float32 products are meant.
+                warnings.filterwarnings("ignore", "TensorFloat32 tensor cores", UserWarning)
+                # Inductor imports helpers that torch itself has deprecated.
+                warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)
+                new, metrics = run(*leaves)
+            return tree.unflatten(tree.flatten(state)[1], new), metrics
+        if found != structure:
             raise ValueError(f"compiled for arguments {structure}, called with {found}; compile the function anew")
         new, metrics = run(*leaves)
         return tree.unflatten(tree.flatten(state)[1], new), metrics

@@ -38,6 +38,7 @@ TINY: dict[str, Any] = {
     "eval_every": 20,
     "snapshot_every": 20,
     "lr_decay_updates": 40,
+    "device": "cpu",
 }
 
 

@@ -7,6 +7,7 @@ import hashlib
 import importlib.metadata
 import json
 import platform
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
@@ -80,4 +81,6 @@ def versions() -> dict[str, str]:
             found[library] = importlib.metadata.version(library)
         except importlib.metadata.PackageNotFoundError:
             continue
+    if "torch" in sys.modules:  # its own version names the build too, such as 2.11.0+cu130
+        found["torch"] = str(sys.modules["torch"].__version__)
     return found

@@ -14,7 +14,7 @@ from functional_sac.config import SACConfig
 from functional_sac.cycle import Learner, SACState
 from functional_sac.envs.env import EnvSpec
 from functional_sac.replay import ReplayState
-from functional_sl import keys, tree
+from functional_sl import capture, keys, tree
 
 SPEC = EnvSpec(task="planted", actor_dim=3, critic_dim=0, action_dim=2, max_episode_steps=10, control_dt=0.1)
 COLUMNS = replay.fields(SPEC)
@@ -241,7 +241,7 @@ def test_an_unset_decay_is_refused() -> None:
 def compare(backend: str, tolerance: float) -> None:
     """Compiles the whole cycle, actor included, as one graph and compares two calls with the eager run."""
     learn, buffer = learner(), planted()
-    graph = torch.compile(functools.partial(learn.cycle, phase=0), fullgraph=True, backend=backend)
+    graph = capture.compiled(functools.partial(learn.cycle, phase=0), backend)
     found = expected = state()
     for _ in range(2):
         (found, metrics), (expected, reference) = graph(found, buffer, SCALE), learn.cycle(expected, buffer, SCALE, 0)
@@ -255,7 +255,6 @@ def test_compiled_equals_eager() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_generated_code_is_close_to_eager() -> None:
     """Inductor fuses and reorders: 1e-3 after two cycles."""
     compare("inductor", tolerance=1e-3)

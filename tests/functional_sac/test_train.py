@@ -21,6 +21,7 @@ from functional_sac.config import TrainConfig
 from functional_sl.run import snapshot
 
 ROOT = Path(__file__).parents[2]
+PATH = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 KEYS = ["run_dir", "task", "env_steps", "updates", "eval_return_mean", "eval_return_std", "seconds"]
 KEYS += ["env_steps_per_s", "updates_per_s"]
 BARE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
@@ -31,7 +32,7 @@ def command(*argv):
 
 
 def shell(argv, cwd, **more):
-    env = {**os.environ, **BARE, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, **BARE, "PYTHONPATH": PATH, "OMP_NUM_THREADS": "1"}
     return subprocess.run(command(*argv), cwd=cwd, env=env, **({"capture_output": True} | more))
 
 
@@ -85,7 +86,7 @@ def test_help_shows_our_flags_alone_and_loads_no_torch(tmp_path):
         "try:\n    train.main(['--help'])\nfinally:\n"
         "    print(sorted({'torch', 'jax', 'chex', 'numpy', 'matplotlib'} & sys.modules.keys()))\n"
     )
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "PYTHONPATH": PATH}
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
     *text, loaded = done.stdout.splitlines()
     assert (done.returncode, loaded, done.stderr) == (0, "[]", "")
@@ -206,9 +207,7 @@ def test_a_process_that_is_ended_goes_on(tmp_path, number):
     lengths = {"env_steps": 1000, "log_every": 2, "eval_every": 1000, "snapshot_every": 100}
     argv, metrics = tiny_runs.flags(run_dir="run", **lengths), tmp_path / "run" / "metrics.jsonl"
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen(
-        command(*argv), cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, **pipes
-    ) as process:
+    with subprocess.Popen(command(*argv), cwd=tmp_path, env={**os.environ, "PYTHONPATH": PATH}, **pipes) as process:
         while not (metrics.exists() and metrics.read_bytes().count(b"\n") > 130):
             assert process.poll() is None
         process.send_signal(number)
