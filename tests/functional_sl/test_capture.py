@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import pytest
@@ -44,10 +43,9 @@ def check(compiled: capture.Function) -> tuple[Moments, Moments]:
 
 
 @pytest.fixture
-def traced(monkeypatch: pytest.MonkeyPatch) -> capture.Function:
+def traced() -> capture.Function:
     """The function compiled without the code generation, which takes long and rounds differently."""
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-    compiled = capture.compiled(fn)
+    compiled = capture.compiled(fn, "aot_eager")
     compiled(start(), (torch.zeros(7), torch.tensor(1.0)))
     return compiled
 
@@ -63,7 +61,6 @@ def test_another_structure_is_refused(traced: capture.Function) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_generated_code() -> None:
     """Sums in another order: float32's default tolerance."""
     torch.testing.assert_close(*check(capture.compiled(fn)))
