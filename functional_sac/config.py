@@ -112,7 +112,7 @@ def _require(condition: bool, config: Any, fields: tuple[str, ...], rule: str) -
 class TrainConfig(SACConfig):
     """A whole run: the algorithm, its task and what is written down."""
 
-    task: str = option("pendulum", "Task; an unknown name lists the known ones.")
+    task: str = option("pendulum", "A task, or package.module:function of one of your own.")
     sim: str = option(
         "auto",
         "Simulator of the task; auto takes the first that has it.",

@@ -36,7 +36,7 @@ SMALL: dict[str, object] = {
     "replay_capacity": 100_000,
     "learning_starts": 1000,
     "num_envs": 4,
-    "env_steps": 20_000,
+    "env_steps": 16_000,
 }
 
 PRESETS = {"small": SMALL, "official": OFFICIAL, "unilab": UNILAB}

@@ -39,7 +39,7 @@ SAC = {
     "plan": "config",
     "networks": "| keys tree",
     "noise": "| keys",
-    "envs": "transition | keys tree",
+    "envs": "transition | keys run tree",
     "replay": "envs transition | keys",
     "acting": "networks | keys",
     "losses": "config distributions networks transition value | step tree",
