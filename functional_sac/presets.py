@@ -32,7 +32,7 @@ SMALL: dict[str, object] = {
     "num_blocks": 1,
     "lr_init": 1e-3,
     "lr_peak": 1e-3,
-    "lr_end": 5e-4,
+    "lr_end": 5e-5,
     "replay_capacity": 100_000,
     "learning_starts": 1000,
     "num_envs": 4,

@@ -1,13 +1,15 @@
-"""Compiling, and mapping over seeds, a pure `(state, *inputs) -> (state, outputs)`.
+"""Mapping over seeds, compiling and capturing a pure `(state, *inputs) -> (state, outputs)`.
 
 A compiled region takes and returns flat tuples of tensors: Dynamo on torch 2.11 rebuilds NamedTuples wrongly
-when they travel from one compiled call to the next.
+when they travel from one compiled call to the next. A capture is one CUDA graph around such a function, regions
+and collectives included: the host launches a whole training iteration at once.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -72,3 +74,166 @@ def mapped(fn: Callable[..., tree.Tree]) -> Callable[..., tree.Tree]:
         return tree.unflatten(outputs, found)
 
     return call
+
+
+class CaptureError(RuntimeError):
+    """A function could not be captured; there is no silent way back to launching its kernels one by one."""
+
+
+class Hooks(NamedTuple):
+    """What the owner does around captures and replays; ranks synchronise there, for instance."""
+
+    before_capture: Callable[[], None] = lambda: None
+    after_capture: Callable[[], None] = lambda: None
+    before_replay: Callable[[], None] = lambda: None
+
+
+class Captured:
+    """A pure function over one state, replayed as CUDA graphs on buffers that this object owns.
+
+    The first call adopts the buffers of the state that it is given: from then on they hold the newest state, and
+    every call returns that same tree. Each combination of static arguments has a graph of its own over the same
+    buffers. A call warms up by running the function on the state and dropping the results, so an effect in place
+    (a replay buffer's insert) must be one that the following replay repeats. Outputs live in the graph's memory
+    until its next replay.
+
+    Attributes:
+      captures: number of graphs captured so far.
+    """
+
+    WARM_UPS = 2
+
+    def __init__(self, fn: Callable[..., tuple[tree.Tree, tree.Tree]], hooks: Hooks | None = None) -> None:
+        """Prepares the object; nothing runs before the first call.
+
+        Args:
+          fn: `(state, *inputs, **static) -> (state, outputs)`; the new state has the old one's structure, shapes
+            and dtypes.
+          hooks: called around captures and replays.
+        """
+        self._fn, self._hooks = fn, hooks or Hooks()
+        self._state: tree.Tree = None
+        self._graphs: dict[Hashable, _Graph] = {}
+        self._stream: torch.cuda.Stream | None = None
+        self.captures = 0
+
+    def __call__(self, state: tree.Tree, *inputs: tree.Tree, **static: Hashable) -> tuple[tree.Tree, tree.Tree]:
+        """Runs the function once.
+
+        Args:
+          state: the tree of the last call, or another one: then its buffers are adopted and everything is captured
+            anew (use `load` to go on from other values in the same buffers).
+          inputs: trees of tensors, copied into buffers of the graph.
+          static: Python values that choose the graph.
+
+        Returns:
+          The state in the owned buffers, and the outputs.
+
+        Raises:
+          CaptureError: if the function cannot be captured; names the cause.
+          ValueError: for overlapping leaves, or inputs of another structure, shape, dtype or device.
+        """
+        if not self._owns(state):
+            self._adopt(state)
+        key = tuple(sorted(static.items()))
+        if key not in self._graphs:
+            self._graphs[key] = self._capture(inputs, static)
+        graph = self._graphs[key]
+        for target, source, name in zip(graph.leaves, _check(graph.inputs, inputs), tree.names(inputs), strict=True):
+            if target.shape != source.shape or target.dtype != source.dtype or target.device != source.device:
+                raise ValueError(f"input {name!r} is {_kind(source)}, captured for {_kind(target)}")
+            target.copy_(source)
+        self._hooks.before_replay()
+        graph.graph.replay()
+        return self._state, graph.outputs
+
+    def load(self, state: tree.Tree) -> tree.Tree:
+        """Copies the leaves of `state` that are not owned yet into the owned buffers, and returns the owned state.
+
+        Raises:
+          ValueError: if a leaf has another shape or dtype; nothing is copied then.
+        """
+        if self._state is None:
+            return state
+        pairs = list(zip(tree.leaves(self._state), _check(self._state, state), tree.names(state), strict=True))
+        for target, source, name in pairs:
+            if target.shape != source.shape or target.dtype != source.dtype:
+                raise ValueError(f"leaf {name!r} is {_kind(source)}, the captured state holds {_kind(target)}")
+        for target, source, _ in pairs:
+            if target is not source:
+                target.copy_(source)
+        return self._state
+
+    def close(self) -> None:
+        """Frees the graphs; to be called before a process group whose collectives they hold is destroyed."""
+        if self._graphs:
+            torch.cuda.synchronize()
+        self._graphs.clear()
+        self._state = None
+
+    def _owns(self, state: tree.Tree) -> bool:
+        if self._state is None:
+            return False
+        mine, other = tree.leaves(self._state), tree.leaves(state)
+        return len(mine) == len(other) and all(a is b for a, b in zip(mine, other, strict=True))
+
+    def _adopt(self, state: tree.Tree) -> None:
+        self.close()
+        for name, leaf in tree.named(state).items():
+            if not leaf.is_cuda or not leaf.is_contiguous():
+                raise ValueError(f"leaf {name!r} is {_kind(leaf)}: a captured state holds contiguous CUDA tensors")
+        if shared := tree.overlapping(state):
+            raise ValueError(f"leaves {shared[0]!r} and {shared[1]!r} share memory; clone one of them")
+        self._state = state
+
+    def _capture(self, inputs: tuple[tree.Tree, ...], static: dict[str, Hashable]) -> _Graph:
+        held = tree.clone(inputs)
+        self._stream = self._stream or torch.cuda.Stream()
+        graph = torch.cuda.CUDAGraph()
+        self._hooks.before_capture()
+        try:
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                for _ in range(self.WARM_UPS):
+                    self._fn(self._state, *held, **static)
+            torch.cuda.current_stream().wait_stream(self._stream)
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+                new, outputs = self._fn(self._state, *held, **static)
+                self._donate(new)
+        except Exception as error:
+            raise CaptureError(f"cannot capture {static or 'the function'} as a CUDA graph: {error}") from error
+        self._hooks.after_capture()
+        self.captures += 1
+        return _Graph(graph, held, tree.leaves(held), outputs)
+
+    def _donate(self, new: tree.Tree) -> None:
+        """Copies the new state into the owned buffers."""
+        targets = tree.leaves(self._state)
+        owned = {leaf.untyped_storage().data_ptr() for leaf in targets}
+        pairs = [(t, n) for t, n in zip(targets, _check(self._state, new), strict=True) if n.data_ptr() != t.data_ptr()]
+        # A new leaf that lies in another's old buffer is taken out before that buffer is overwritten.
+        sources = [n.clone() if n.untyped_storage().data_ptr() in owned else n for _, n in pairs]
+        for (target, _), source in zip(pairs, sources, strict=True):
+            if target.shape != source.shape or target.dtype != source.dtype:
+                raise ValueError(f"a new leaf is {_kind(source)}, the old one {_kind(target)}")
+        if pairs:
+            torch._foreach_copy_([target for target, _ in pairs], sources)
+
+
+class _Graph(NamedTuple):
+    graph: torch.cuda.CUDAGraph
+    inputs: tuple[tree.Tree, ...]
+    leaves: list[Tensor]  # of the inputs
+    outputs: tree.Tree
+
+
+def _check(expected: tree.Tree, found: tree.Tree) -> list[Tensor]:
+    (_, structure), (leaves, other) = tree.flatten(expected), tree.flatten(found)
+    if structure != other:
+        raise ValueError(f"the captured structure is {structure}, found {other}")
+    return leaves
+
+
+def _kind(leaf: Tensor) -> str:
+    return f"{leaf.dtype} {tuple(leaf.shape)} on {leaf.device}"

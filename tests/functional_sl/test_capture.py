@@ -9,7 +9,7 @@ import torch
 from equal import assert_bits_equal
 from torch import Tensor
 
-from functional_sl import capture, tree
+from functional_sl import capture, keys, tree
 
 
 class Moments(NamedTuple):
@@ -64,3 +64,90 @@ def test_another_structure_is_refused(traced: capture.Function) -> None:
 def test_generated_code() -> None:
     """Sums in another order: float32's default tolerance."""
     torch.testing.assert_close(*check(capture.compiled(fn)))
+
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+class Walk(NamedTuple):
+    count: Tensor
+    here: Tensor
+    before: Tensor
+    key: Tensor
+    log: Tensor  # written in place, like a replay buffer
+
+
+def walk(state: Walk, step: Tensor, double: bool) -> tuple[Walk, Tensor]:
+    """Moves `here` into `before`: a new leaf that is another's old buffer."""
+    key, subkey = keys.split(state.key, 2)
+    here = state.here + step * (2 if double else 1) + keys.normal(subkey, (3,))
+    state.log.index_copy_(0, (state.count % 5).reshape(1), here.reshape(1, 3))
+    return Walk(state.count + 1, here, state.here, key, state.log), here.sum()
+
+
+def at_start() -> Walk:
+    return Walk(
+        torch.tensor(0, device="cuda"), torch.zeros(3, device="cuda"), torch.ones(3, device="cuda"),
+        keys.key(0, "cuda"), torch.zeros(5, 3, device="cuda"),
+    )  # fmt: skip
+
+
+@needs_cuda
+def test_replays_are_the_eager_run_bit_by_bit() -> None:
+    captured, state, eager = capture.Captured(walk), at_start(), at_start()
+    owned = state
+    for i in range(12):
+        step, double = torch.full((3,), float(i), device="cuda"), i % 3 == 0
+        owned, found = captured(owned, step, double=double)
+        eager, expected = walk(eager, step, double)
+        assert_bits_equal((owned, found), (eager, expected))
+    assert captured.captures == 2
+    assert owned is state
+    captured.close()
+
+
+@needs_cuda
+def test_load_goes_on_from_other_values_and_another_state_captures_anew() -> None:
+    captured, step = capture.Captured(walk), torch.ones(3, device="cuda")
+    owned, _ = captured(at_start(), step, double=False)
+    kept = tree.clone(owned)
+    after, _ = walk(tree.clone(kept), step, False)
+    captured(owned, step, double=False)
+    owned = captured.load(kept)
+    assert_bits_equal(captured(owned, step, double=False)[0], after)
+    assert captured.captures == 1
+    captured(at_start(), step, double=False)
+    assert captured.captures == 2
+
+
+@needs_cuda
+def test_hooks_fire_once_a_capture_and_once_a_replay() -> None:
+    calls: list[str] = []
+    hooks = capture.Hooks(*(lambda name=name: calls.append(name) for name in capture.Hooks._fields))
+    captured, state, step = capture.Captured(walk, hooks), at_start(), torch.ones(3, device="cuda")
+    for _ in range(3):
+        captured(state, step, double=False)
+    assert calls == ["before_capture", "after_capture", *["before_replay"] * 3]
+
+
+@needs_cuda
+def test_what_cannot_be_captured_raises() -> None:
+    def reads(state: Walk, step: Tensor) -> tuple[Walk, Tensor]:
+        return state._replace(count=state.count + int(state.count)), step
+
+    with pytest.raises(capture.CaptureError, match="cannot capture"):
+        capture.Captured(reads)(at_start(), torch.ones(3, device="cuda"))
+    torch.cuda.synchronize()
+
+
+@needs_cuda
+def test_states_and_inputs_are_checked() -> None:
+    captured, step = capture.Captured(walk), torch.ones(3, device="cuda")
+    shared = torch.zeros(3, device="cuda")
+    with pytest.raises(ValueError, match="share memory"):
+        captured(at_start()._replace(here=shared, before=shared), step, double=False)
+    owned, _ = captured(at_start(), step, double=False)
+    with pytest.raises(ValueError, match=r"captured for torch.float32 \(3,\)"):
+        captured(owned, torch.ones(4, device="cuda"), double=False)
+    with pytest.raises(ValueError, match="'here'"):
+        captured.load(owned._replace(here=torch.zeros(4, device="cuda")))
