@@ -112,7 +112,7 @@ def sgd(learning_rate: float | Schedule, momentum: float = 0.0) -> Transform:
     def update(grads: Tree, state: SGDState, params: Tree | None = None) -> tuple[Tree, SGDState]:
         rate = -schedule(state.count)
         velocity = tree.map(lambda v, g: v * momentum + g, state.velocity, grads) if momentum else ()
-        updates = tree.map(lambda v: v * rate, velocity if momentum else grads)
+        updates = tree.map(lambda v: v * _for(v, rate), velocity if momentum else grads)
         return updates, SGDState(count=state.count + 1, velocity=velocity)
 
     return Transform(init, update)
@@ -136,7 +136,7 @@ def adam(learning_rate: float | Schedule, b1: float = 0.9, b2: float = 0.999, ep
 
     def update(grads: Tree, state: AdamState, params: Tree | None = None) -> tuple[Tree, AdamState]:
         state, step, denominators = _moments(grads, state, schedule(state.count), b1, b2, eps)
-        return tree.map(lambda m, d: m * step / d, state.mu, denominators), state
+        return tree.map(lambda m, d: m * _for(m, step) / d, state.mu, denominators), state
 
     return Transform(_init_moments, update)
 
@@ -182,7 +182,8 @@ def adamw(
 
         def leaf(decays: bool, p: Tensor, m: Tensor, d: Tensor) -> Tensor:
             # Built from torch's own rounded result, which p + update restores but for the rounding of the update.
-            return torch.addcdiv(p * shrink, m * step, d) - p if decays else m * step / d
+            step_ = _for(m, step)
+            return torch.addcdiv(p * _for(p, shrink), m * step_, d) - p if decays else m * step_ / d
 
         decays = tree.map(lambda _: True, params) if mask is None else mask(params)
         return tree.map(leaf, decays, params, state.mu, denominators), state
@@ -205,7 +206,12 @@ def _moments(
     root = torch.sqrt(1 - torch.pow(b2, t))
     mu = tree.map(lambda m, g: torch.lerp(m, g, 1 - b1), state.mu, grads)
     nu = tree.map(lambda v, g: torch.addcmul(v * b2, g, g, value=1 - b2), state.nu, grads)
-    return AdamState(count=count, mu=mu, nu=nu), step, tree.map(lambda v: v.sqrt() / root + eps, nu)
+    return AdamState(count=count, mu=mu, nu=nu), step, tree.map(lambda v: v.sqrt() / _for(v, root) + eps, nu)
+
+
+def _for(leaf: Tensor, number: Tensor) -> Tensor:
+    """Returns the 0-d float64 `number` so that it does not promote `leaf`: a leaf with axes is not promoted anyway."""
+    return number if leaf.ndim else number.to(leaf.dtype)
 
 
 def _zero_count(params: Tree) -> Tensor:

@@ -78,6 +78,16 @@ def make_step(
       the sentinel is read, so an overflow closes the gate. `ok` is the gate's 0-d bool and the same on every rank.
     """
     reduce = (collectives or single()).reduce
+    layouts: dict[tuple, wire.Layout] = {}  # naming the leaves anew takes as long as packing them
+
+    def layout_of(grads: tree.Tree) -> wire.Layout:
+        if torch.compiler.is_compiling():
+            return wire.layout(grads, wire_dtype)
+        leaves, structure = tree.flatten(grads)
+        key = (structure, *((leaf.shape, leaf.dtype) for leaf in leaves))
+        if key not in layouts:
+            layouts[key] = wire.layout(grads, wire_dtype)
+        return layouts[key]
 
     def init(params: tree.Tree, stats: tree.Tree = ()) -> StepState:
         device = tree.leaves(params)[0].device
@@ -86,7 +96,7 @@ def make_step(
 
     def update(state: StepState, *inputs: tree.Tree, scale: Tensor | None = None) -> tuple[StepState, Tensor, Aux]:
         grads, value, aux = _differentiate(loss, state, inputs, scale)
-        layout = _layout(grads, wire_dtype)
+        layout = layout_of(grads)
         reduced = reduce(wire.pack(layout, grads, wire.sentinel(value, grads)), layout)
         ok = gate.is_open(reduced)
         new = _apply(state, reduced[:-1], aux)
@@ -129,7 +139,7 @@ def _gradient(
     Outside every transform the tape alone gives the same bits; eagerly on a CPU `torch.func.grad` takes a quarter of
     a small update more, since it builds the graph of the gradient too.
     """
-    if torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None:
+    if torch.compiler.is_compiling() or _transformed():
         grads, (_, flat) = torch.func.grad_and_value(fn, has_aux=True)(leaves)
         return grads, flat
     with torch.enable_grad():
@@ -139,18 +149,10 @@ def _gradient(
     return list(grads), [x.detach() for x in flat]
 
 
+def _transformed() -> bool:
+    """Tells whether a transform of `torch.func` is running around the caller."""
+    return torch._C._functorch.maybe_current_level() is not None
+
+
 def _ravel(params: tree.Tree) -> Tensor:
     return torch.cat([x.reshape(-1) for x in tree.leaves(params)])
-
-
-def _layout(grads: tree.Tree, wire_dtype: str) -> wire.Layout:
-    if torch.compiler.is_compiling():
-        return wire.layout(grads, wire_dtype)
-    leaves, structure = tree.flatten(grads)
-    key = (structure, wire_dtype, *((leaf.shape, leaf.dtype) for leaf in leaves))
-    if key not in _layouts:
-        _layouts[key] = wire.layout(grads, wire_dtype)
-    return _layouts[key]
-
-
-_layouts: dict[tuple, wire.Layout] = {}  # naming the leaves anew takes as long as packing them

@@ -115,11 +115,12 @@ def autoreset(task: Task) -> Env:
             episode_return=key.new_zeros(num_envs, dtype=torch.float32),
             episode_length=key.new_zeros(num_envs),
         )
-        return state, tree.clone(task.observe(physics))
+        return state, _checked_observation(spec, num_envs, tree.clone(task.observe(physics)))
 
     def step(state: EnvState, action: Tensor) -> tuple[EnvState, TimeStep]:
         _check_action(spec, state, action)
         physics, reward, terminated = task.step(state.physics, action.float().clamp(-1.0, 1.0))
+        _check_result(spec, state, reward, terminated)
         episode_return = state.episode_return + reward
         episode_length = state.episode_length + 1
         truncated = (episode_length >= spec.max_episode_steps) & ~terminated
@@ -158,6 +159,25 @@ def _advance(key: Tensor, episodes: Tensor | int) -> Tensor:
 def _select(done: Tensor, new: Any, old: Any) -> Any:
     """Takes `new` where an episode is done and `old` elsewhere, environment by environment."""
     return tree.map(lambda a, b: torch.where(done.reshape(done.shape + (1,) * (b.ndim - 1)), a, b), new, old)
+
+
+def _checked_observation(spec: EnvSpec, num_envs: int, observation: Observation) -> Observation:
+    for part, width in (("actor", spec.actor_dim), ("critic", spec.critic_dim)):
+        _check_tensor(spec, f"observe(...).{part}", getattr(observation, part), (num_envs, width), torch.float32)
+    return observation
+
+
+def _check_result(spec: EnvSpec, state: EnvState, reward: Tensor, terminated: Tensor) -> None:
+    shape = tuple(state.episode_return.shape)
+    _check_tensor(spec, "the reward", reward, shape, torch.float32)
+    _check_tensor(spec, "terminated", terminated, shape, torch.bool)
+
+
+def _check_tensor(spec: EnvSpec, what: str, found: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if tuple(found.shape) != shape or found.dtype != dtype:
+        raise ValueError(
+            f"{spec.task}: {what} is {found.dtype} {tuple(found.shape)}; the task's spec asks for {dtype} {shape}"
+        )
 
 
 def _check_init(spec: EnvSpec, key: Tensor, num_envs: int) -> None:

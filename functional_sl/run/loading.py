@@ -20,8 +20,10 @@ def load(name: str) -> Any:
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        return getattr(importlib.import_module(module), attribute)
+        found = importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise ValueError(f"{name!r}: {error}; run where the module can be imported") from error
+    try:
+        return getattr(found, attribute)
     except AttributeError:
         raise ValueError(f"{name!r}: the module {module} has no {attribute!r}") from None

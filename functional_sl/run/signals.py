@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM as a request to end in good order."""
+"""SIGINT, SIGTERM and SIGHUP as a request to end in good order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Stop:
-    """While it is open, the first SIGINT or SIGTERM sets `requested`; a second SIGINT interrupts at once.
+    """While it is open, the first SIGINT, SIGTERM or SIGHUP sets `requested`; a second SIGINT interrupts at once.
 
     Outside the main thread, where Python takes no signals, it never asks to stop.
     """
@@ -30,13 +30,14 @@ class Stop:
 
     def __enter__(self) -> Stop:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 self._previous[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, *error: object) -> None:
         for number, handler in self._previous.items():
-            signal.signal(number, handler)
+            if handler is not None:  # a handler that was not set from Python cannot be set back
+                signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.signal = self.signal or signal.Signals(number)

@@ -229,3 +229,18 @@ def test_counts_beyond_float32_and_int32_go_on(count: int) -> None:
 def test_bad_numbers_are_named(make, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    "transform", [optim.adam(0.1), optim.adamw(0.1), optim.sgd(0.1, momentum=0.9), optim.sgd(0.1)],
+    ids=["adam", "adamw", "momentum", "sgd"],
+)  # fmt: skip
+def test_a_scalar_keeps_its_type(transform: optim.Transform) -> None:
+    """A 0-d float64 rate would promote a 0-d float32 leaf; the update is that of a leaf [1]."""
+    params = {"scalar": torch.tensor(2.0), "vector": torch.tensor([2.0])}
+    state = transform.init(params)
+    for _ in range(3):
+        updates, state = transform.update(tree.map(torch.sin, params), state, params)
+        params = optim.apply_updates(params, updates)
+    assert {leaf.dtype for leaf in tree.leaves((params, updates, state))} == {torch.float32, torch.int64}
+    torch.testing.assert_close(params["scalar"], params["vector"][0], rtol=1e-6, atol=0)

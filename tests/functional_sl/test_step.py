@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from equal import assert_bits_equal
 from torch import Tensor, nn
 
-from functional_sl import optim, tree
+from functional_sl import optim, step, tree
 from functional_sl.parallel.collectives import Collectives, simulated, single
 from functional_sl.step import Aux, Step, StepState, make_step
 
@@ -268,3 +268,16 @@ def test_compiled_equals_eager() -> None:
         assert_bits_equal(found, eager)
         state = eager[0]
     assert state.gate.skipped == 1
+
+
+def test_a_running_transform_is_seen() -> None:
+    seen = []
+
+    def note(x: Tensor) -> Tensor:
+        seen.append(step._transformed())
+        return x.sum()
+
+    note(torch.ones(3))
+    torch.func.vmap(note)(torch.ones(2, 3))
+    torch.func.grad(note)(torch.ones(3))
+    assert seen == [False, True, True]

@@ -165,3 +165,27 @@ def test_the_critic_view_of_a_symmetric_observation_is_the_actors() -> None:
     assert symmetric(actor).critic.shape == (2, 0)
     assert critic_view(symmetric(actor)) is actor
     assert critic_view(Observation(actor, critic)) is critic
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"observe": lambda p: symmetric(torch.zeros(len(p.t), 3))}, r"observe\(...\).actor is torch.float32 \(2, 3\)"),
+        ({"observe": lambda p: symmetric(torch.zeros(len(p.t), 1).double())}, "actor is torch.float64"),
+        ({"step": lambda p, a: (p, torch.zeros(2, 1), torch.zeros(2, dtype=torch.bool))}, r"the reward is .* \(2, 1\)"),
+        ({"step": lambda p, a: (p, torch.zeros(2), torch.zeros(2))}, "terminated is torch.float32"),
+    ],
+    ids=["width", "type", "reward", "terminated"],
+)
+def test_a_task_that_breaks_its_spec_is_named(wrong: dict, named: str) -> None:
+    class Clock(NamedTuple):
+        t: Tensor
+
+    parts = {
+        "reset": lambda key: Clock(torch.zeros(len(key))),
+        "step": lambda p, a: (p, torch.zeros(2), torch.zeros(2, dtype=torch.bool)),
+        "observe": lambda p: symmetric(p.t.unsqueeze(-1)),
+    }
+    env = autoreset(Task(EnvSpec("clock", 1, 0, 1, 5, 0.1), **{**parts, **wrong}))
+    with pytest.raises(ValueError, match=f"clock: .*{named}"):
+        env.step(env.init(keys.key(0), 2)[0], torch.zeros(2, 1))

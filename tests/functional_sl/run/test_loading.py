@@ -1,0 +1,42 @@
+"""Objects by `package.module:name`."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from functional_sl.run import loading
+
+
+def test_a_name_is_its_object() -> None:
+    assert loading.load("math:sqrt") is math.sqrt
+
+
+def test_modules_of_the_working_directory_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", ["/nowhere"])
+    (tmp_path / "of_my_own.py").write_text("answer = 42")
+    assert loading.load("of_my_own:answer") == 42
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("pendulum", "expected package.module:name"),
+        ("math:", "expected package.module:name"),
+        ("no_such_module:f", "No module named 'no_such_module'"),
+        ("math:squirt", "the module math has no 'squirt'"),
+    ],
+)
+def test_what_is_not_there_is_named(name: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        loading.load(name)
+
+
+def test_an_error_of_the_module_itself_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "broken_module.py").write_text("import math\nmath.no_such_function")
+    with pytest.raises(AttributeError, match="no_such_function"):
+        loading.load("broken_module:task")
