@@ -18,7 +18,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 class SACConfig:
     """The algorithm. The defaults are the official FlashSAC ones."""
 
-    gamma: float = option(0.99, "Discount per environment step.")
+    gamma: float = option(0.99, "Discount per environment step.", group="Algorithm")
     n_step: int = option(1, "Steps summed in the target before it bootstraps.")
     batch_size: int = option(2048, "Transitions of one update.")
     updates_per_step: int = option(2, "Updates after every step of all environments: one cycle.")
@@ -28,18 +28,22 @@ class SACConfig:
     )
     critic_first: bool = option(False, "Update the critic before actor and temperature instead of after.")
     tau: float = option(0.01, "Step of the target critic towards the critic, after every update.")
-    actor_width: int = option(128, "Hidden units of the actor.")
+    actor_width: int = option(128, "Hidden units of the actor.", group="Networks")
     critic_width: int = option(256, "Hidden units of each critic.")
     num_blocks: int = option(2, "Inverted residual blocks of each network.")
     bins: int = option(101, "Bins of the categorical return.")
     min_value: float = option(-5.0, "Lowest scaled return.")
     max_value: float = option(5.0, "Highest scaled return.")
-    lr_init: float = option(3e-4, "Learning rate at the start of the warm-up.")
+    lr_init: float = option(
+        3e-4, "Learning rate at the start of the warm-up.", group="Learning rates, temperature, rewards, noise"
+    )
     lr_peak: float = option(3e-4, "Learning rate after the warm-up.")
     lr_end: float = option(1.5e-4, "Learning rate at the end of the cosine.")
     lr_warmup_updates: int = option(0, "Optimizer steps of the warm-up.")
     lr_decay_updates: int = option(
-        0, "Optimizer steps until lr_end, warm-up included; 0 takes the number of updates of this run."
+        0,
+        "Optimizer steps until lr_end, warm-up included; 0 takes the number of updates of this run. Each optimizer "
+        "counts its own steps: the actor's, taken every second update, are halfway at the end.",
     )
     initial_temperature: float = option(0.01, "Entropy temperature at the start.")
     target_sigma: float = option(0.15, "The target entropy is that of a Gaussian of this deviation.")
@@ -50,7 +54,9 @@ class SACConfig:
     noise_mu: float = option(2.0, "Exponent of the zeta law of noise repeats.")
     noise_max_repeat: int = option(16, "Longest noise repeat, in environment steps.")
     noise_per_env: bool = option(False, "A repeat counter for each environment, drawn anew at its episode ends.")
-    replay_capacity: int = option(10_000_000, "Transitions that the replay holds (a rank).")
+    replay_capacity: int = option(
+        10_000_000, "Transitions that the replay holds (a rank).", group="Replay and precision"
+    )
     learning_starts: int = option(100_000, "Transitions in the replay (a rank) before the first update.")
     random_warmup: bool = option(True, "Act uniformly at random until learning starts, instead of by the policy.")
     compute_dtype: str = option("float32", "Type of the matrix products; float16 scales the loss.", choices=DTYPES)
@@ -112,16 +118,27 @@ def _require(condition: bool, config: Any, fields: tuple[str, ...], rule: str) -
 class TrainConfig(SACConfig):
     """A whole run: the algorithm, its task and what is written down."""
 
-    task: str = option("pendulum", "A task, or package.module:function of one of your own.")
+    task: str = option(
+        "pendulum",
+        "Task: pendulum, cartpole_swingup, cartpole_balance, reacher, reacher_asymmetric, or package.module:function "
+        "of one of your own.",
+        group="Run",
+    )
     sim: str = option(
         "auto",
         "Simulator of the task; auto takes the first that has it.",
         choices=("auto", "classic", "gym", "mujoco", "mjwarp"),
     )
     num_envs: int = option(1024, "Parallel environments (a rank, a seed).")
-    env_steps: int = option(50_000_000, "Environment steps of the whole run, over all environments and resumes.")
+    env_steps: int = option(50_000_000, "Environment steps of the whole run, over all environments, ranks and resumes.")
     seed: int = option(0, "Seed of everything random.")
-    num_seeds: int = option(1, "Independent learners in this process: seeds seed, seed + 1, ...")
+    num_seeds: int = option(1, "Independent learners in this process: seeds seed, seed + 1, ...; not with ranks.")
+    simulated_ranks: int = option(
+        1, "Data-parallel ranks in this one process, eagerly, for tests and experiments; real ones take torchrun."
+    )
+    timeout_s: float = option(
+        300.0, "Time without a sign of life or a finished iteration after which all ranks end.", unit="s"
+    )
     device: str = option(
         "auto", "Where everything runs: auto takes CUDA where there is one.", choices=("auto", "cpu", "cuda")
     )
@@ -130,8 +147,16 @@ class TrainConfig(SACConfig):
         "Compile the updates; auto does on CUDA, and on a CPU from 20,000 updates on.",
         choices=("auto", "true", "false"),
     )
+    dp_whole_cycle_cuda_graph: bool = option(
+        True, "On CUDA with several ranks, capture whole iterations as one graph, as one rank does."
+    )
+    threads: int = option(0, "CPU threads of torch; 0 takes one for small networks. Bits depend on it.")
     deterministic: bool = option(True, "Only deterministic kernels; one that is not is an error that names it.")
-    eval_episodes: int = option(50, "Episodes of an evaluation, side by side, deterministic actions; 0 for none.")
+    eval_episodes: int = option(
+        50,
+        "Episodes of an evaluation, side by side, deterministic actions; 0 for none.",
+        group="Evaluation, records, snapshots",
+    )
     eval_every: int = option(0, "Environment steps between evaluations; 0 for ten in the run.")
     log_every: int = option(0, "Environment steps between metric records; 0 for two hundred in the run.")
     snapshot_every: int = option(0, "Environment steps between snapshots; 0 for five in the run.")
@@ -145,10 +170,22 @@ class TrainConfig(SACConfig):
     def __post_init__(self) -> None:
         """Raises ValueError for the first setting, or pair of settings, that cannot be meant."""
         super().__post_init__()
-        for name in ("num_envs", "env_steps", "num_seeds", "keep_snapshots"):
+        for name in ("num_envs", "env_steps", "num_seeds", "simulated_ranks", "timeout_s", "keep_snapshots"):
             _require(getattr(self, name) > 0, self, (name,), "must be positive")
-        for name in ("eval_episodes", "eval_every", "log_every", "snapshot_every", "seed"):
+        for name in ("eval_episodes", "eval_every", "log_every", "snapshot_every", "seed", "threads"):
             _require(getattr(self, name) >= 0, self, (name,), "must not be negative")
+        _require(
+            1 in (self.num_seeds, self.simulated_ranks),
+            self,
+            ("num_seeds", "simulated_ranks"),
+            "a run has several seeds or several ranks, not both",
+        )
+        _require(
+            self.simulated_ranks == 1 or self.compile != "true",
+            self,
+            ("simulated_ranks", "compile"),
+            "simulated ranks run eagerly; use --compile=auto, or torchrun",
+        )
         _require(
             self.num_envs <= self.replay_capacity, self, ("num_envs", "replay_capacity"), "one vector step must fit"
         )

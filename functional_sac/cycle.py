@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from functional_sac import losses, networks, replay, reward_scale
@@ -21,7 +22,7 @@ from functional_sac.networks import Actor, Critic, Stats
 from functional_sac.transition import Transition
 from functional_sl import keys, loss_scale, optim, schedules, tree
 from functional_sl.loss_scale import LossScaleState
-from functional_sl.parallel.collectives import Collectives
+from functional_sl.parallel.collectives import Collectives, mean_over_ranks, single
 from functional_sl.step import Step, StepState, make_step
 
 
@@ -100,10 +101,13 @@ def make_learner(
     Args:
       config: the algorithm; `lr_decay_updates` must be set.
       spec: sizes of observations and actions.
-      collectives: how gradients meet those of other ranks; one rank by default.
+      collectives: how gradients, and after every cycle the batch-norm statistics, meet those of other ranks; one
+        rank by default. Ranks that start from one state but their keys keep one state but their keys.
       wrap: applied to the regions of which the cycle is composed, each `(part, *inputs) -> (part, dict)`: the
-        sampling, the critics' update, the policy's update. It may compile them or map them over seeds.
+        sampling, the critics' update, the policy's update and, with several ranks, the averaging of statistics. It
+        may compile them or map them over seeds.
     """
+    across = collectives or single()
     if config.lr_decay_updates == 0:
         raise ValueError("lr_decay_updates=0: a learner does not know the run's length; set its number of updates")
     columns = replay.fields(spec)
@@ -117,7 +121,7 @@ def make_learner(
 
     def step(loss: Callable, project: Callable | None = None) -> Step:
         wire = config.dp_gradient_wire_dtype
-        return make_step(loss, optim.adam(rate), collectives, wire_dtype=wire, project=project)
+        return make_step(loss, optim.adam(rate), across, wire_dtype=wire, project=project)
 
     actor_step = step(loss.actor, networks.project)
     critic_step = step(loss.critic, networks.project)
@@ -169,10 +173,14 @@ def make_learner(
         key, rows_key, noise_key = keys.split(key, 3)
         k, b = config.updates_per_step, config.batch_size
         drawn = replay.indices(buffer, rows_key, (k * b,))
-        rows = replay.take(buffer, drawn).unflatten(0, (k, b))
+        rows = rearrange(replay.take(buffer, drawn), "(k b) width -> k b width", k=k)
         noise = keys.normal(noise_key, (k, 3 * b, spec.action_dim))
         divisor = reward_scale.denominator(scale, config.return_bound)
-        return key, {"rows": rows, "noise": noise, "divisor": divisor if config.scale_rewards else divisor * 0 + 1}
+        return key, {
+            "rows": rows,
+            "noise": noise,
+            "divisor": divisor if config.scale_rewards else torch.ones_like(divisor),
+        }
 
     def batch_of(rows: Tensor, divisor: Tensor) -> Transition:
         batch = replay.unpack(rows, columns)
@@ -216,7 +224,14 @@ def make_learner(
         one = compose(policy_update, critic_update, with_actor)
         return one(state, (batch, actor_noise), (batch, critic_noise))
 
-    sampling, policy, critic = wrap(sample), wrap(policy_region), wrap(critic_region)
+    def average(stats: tuple[Stats, losses.CriticStats]) -> tuple[tuple[Stats, losses.CriticStats], Metrics]:
+        return mean_over_ranks(across, stats), {}
+
+    sampling, policy, critic, averaging = (wrap(f) for f in (sample, policy_region, critic_region, average))
+
+    def share_statistics(state: SACState) -> SACState:
+        (actor, critic), _ = averaging((state.actor.stats, state.critic.stats))
+        return state._replace(actor=state.actor._replace(stats=actor), critic=state.critic._replace(stats=critic))
 
     def cycle(
         state: SACState, buffer: replay.ReplayState, scale: reward_scale.RewardScaleState, phase: int
@@ -227,7 +242,7 @@ def make_learner(
             inputs = (drawn["rows"].select(-3, k), drawn["noise"].select(-3, k), drawn["divisor"])
             state, metrics = compose(policy, critic, acts)(state, inputs, inputs)
             history.append(metrics)
-        return state, _mean(history)
+        return share_statistics(state) if across.size > 1 else state, _mean(history)
 
     return Learner(init, update, cycle, phases(config), rate)
 

@@ -1,11 +1,12 @@
 """One training iteration as a pure function: act, step the environments, insert, learn.
 
-The state of a run is one `TrainState`. A leading axis of seeds is added by `torch.func.vmap`: N learners with
+The state of a run is one `TrainState` a rank. A leading axis of seeds is added by `torch.func.vmap`: N learners with
 their environments in one process.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -23,6 +24,9 @@ from functional_sac.replay import ReplayState
 from functional_sac.reward_scale import RewardScaleState
 from functional_sac.transition import Observation, Transition
 from functional_sl import keys
+from functional_sl.parallel.collectives import Collectives, single
+
+RANK_STREAM = 0x4A4E  # apart from every stream that one rank draws from the seed
 
 
 class Episodes(NamedTuple):
@@ -44,7 +48,7 @@ class TrainState(NamedTuple):
     observation: Observation  # [N, ...], what the policy acts on next
     done: Tensor  # [N] bool, an episode ended in the last step
     key: Tensor  # [2] int64, of acting
-    env_steps: Tensor  # () int64, over all environments
+    env_steps: Tensor  # () int64, over all environments of all ranks
     episodes: Episodes
     metrics: dict[str, Tensor]  # () float32 each, the last value of every metric of the learner; NaN before the first
 
@@ -53,29 +57,45 @@ class Iteration(NamedTuple):
     """The functions of one run.
 
     Attributes:
-      init: `key -> TrainState`.
+      init: `(key, rank=0) -> TrainState`; the key is the same on every rank. What all ranks share starts equal, and
+        environments, acting and sampling draw from keys of the rank's own.
       step: `(state, random) -> state`, one vector step; actions are uniform if `random`, else the policy explores.
       learn: `(state, phase) -> state`, one cycle.
     """
 
-    init: Callable[[Tensor], TrainState]
+    init: Callable[..., TrainState]
     step: Callable[[TrainState, bool], TrainState]
     learn: Callable[[TrainState, int], TrainState]
 
 
-def make_iteration(config: TrainConfig, env: Env, learner: Learner) -> Iteration:
-    """Builds the iteration of a configuration, an environment and a learner."""
-    spec, num_envs = env.spec, config.num_envs
+def make_iteration(
+    config: TrainConfig, env: Env, learner: Learner, collectives: Collectives | None = None
+) -> Iteration:
+    """Builds the iteration of a configuration, an environment and a learner.
+
+    Args:
+      config: the run.
+      env: of this rank.
+      learner: built with the same collectives.
+      collectives: how reward moments meet those of other ranks; one rank by default.
+    """
+    spec, num_envs, across = env.spec, config.num_envs, collectives or single()
     columns = replay.fields(spec)
     dtype = getattr(torch, config.compute_dtype)
     prior = reward_prior(config)
+    scaled = functools.partial(reward_scale.update, old_count_eps=prior.old_count_eps, collectives=across)
 
-    def init(key: Tensor) -> TrainState:
+    def init(key: Tensor, rank: int = 0) -> TrainState:
         device = key.device
         learner_key, env_key, acting_key = keys.split(key, 3)
+        sac = learner.init(learner_key)
+        if rank > 0:
+            own = keys.fold_in(keys.fold_in(key, RANK_STREAM), rank)
+            sampling_key, env_key, acting_key = keys.split(own, 3)
+            sac = sac._replace(key=sampling_key.clone())
         env_state, observation = env.init(env_key, num_envs)
         return TrainState(
-            sac=learner.init(learner_key),
+            sac=sac,
             replay=replay.init(columns, config.replay_capacity, num_envs, config.n_step, device),
             scale=reward_scale.init(num_envs, prior_count=prior.count, device=device),
             noise=noise.init(num_envs, spec.action_dim, shared=not config.noise_per_env, device=device),
@@ -110,11 +130,11 @@ def make_iteration(config: TrainConfig, env: Env, learner: Learner) -> Iteration
         )
         return state._replace(
             replay=replay.insert(state.replay, transition, columns, config.gamma),
-            scale=reward_scale.update(state.scale, step.reward, done, config.gamma, old_count_eps=prior.old_count_eps),
+            scale=scaled(state.scale, step.reward, done, config.gamma),
             env=env_state,
             observation=step.observation,
             done=done,
-            env_steps=state.env_steps + num_envs,
+            env_steps=state.env_steps + num_envs * across.size,
             episodes=_count(state.episodes, step, done),
         )
 

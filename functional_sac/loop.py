@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from functional_sac import evaluation, opening, plan, reporting
+from functional_sac import evaluation, opening, plan, reporting, request
 from functional_sac.config import TrainConfig
+from functional_sac.iteration import Episodes
 from functional_sac.opening import Run
 from functional_sac.reporting import Mark
 from functional_sl import keys, tree
+from functional_sl.parallel.world import broadcast, gather, guard, stop_requested
 from functional_sl.run import signals
 from functional_sl.run.progress import Progress
 
+BLOCKED_UPDATES = 100
 EVALUATION_STREAM = 0x5EED  # apart from every stream that training draws from the seed
 
 
@@ -23,14 +29,22 @@ def train(config: TrainConfig, given: frozenset[str] = frozenset()) -> dict[str,
     """Trains as configured and returns the summary; see `functional_sac.train.run`."""
     with torch.no_grad(), signals.Stop() as stop, opening.open_run(config, given) as run:
         loop = _Loop(run)
-        with Progress(run.config.env_steps, "steps", initial=run.start.env_steps) as progress:
-            for note in (f"run folder: {run.log.run_dir}", *run.start.notes):
+        with _progress(run) as progress:
+            for note in (f"run folder: {run.run_dir}", *run.start.notes):
                 progress.write(note)
             while not loop.done:
                 loop.advance(stop, progress)
             if loop.stopped:
-                progress.write(f"{loop.stopped}: stopped after a snapshot; go on with --resume={run.log.run_dir}")
-        return loop.summary()
+                progress.write(f"{loop.stopped}: stopped after a snapshot; go on with --resume={run.run_dir}")
+        # Every rank waits here for the last pictures of rank 0, under the watchdog.
+        return broadcast(run.ranks.world, loop.summary() if run.log is not None else None)
+
+
+@contextlib.contextmanager
+def _progress(run: Run) -> Iterator[Progress]:
+    with contextlib.ExitStack() as stack:
+        stream = None if run.ranks.writes else stack.enter_context(open(os.devnull, "w"))
+        yield stack.enter_context(Progress(run.config.env_steps, "steps", stream, initial=run.start.env_steps))
 
 
 class _Loop:
@@ -42,10 +56,12 @@ class _Loop:
 
     def __init__(self, run: Run) -> None:
         self._run, self._config = run, run.config
-        self._state = run.state
+        self._states, self._ranks = run.states, run.ranks
+        self._begun: set[tuple[bool, int | None]] = set()  # kinds of iteration that have run, hence are compiled
         self._env_steps, self._updates, self._inserted = run.start[:3]
         self._evaluation: dict[str, Any] = {}
         self._begin = self._mark = self._now()
+        self._blocked = 0  # updates that the critics' gate has skipped in a row, by the last record
         self._finished, self.stopped = False, ""
 
     @property
@@ -55,29 +71,51 @@ class _Loop:
 
     def advance(self, stop: signals.Stop, progress: Progress) -> None:
         """Takes one vector step, learns, and writes down what is due."""
-        config, iteration = self._config, self._run.iteration
+        config = self._config
         turn = plan.turn(config, self._inserted, learned=self._updates > 0)
-        self._state = iteration.step(self._state, turn.random)
-        if turn.learn:
-            phase = self._updates // config.updates_per_step % self._run.learner.phases
-            self._state = iteration.learn(self._state, phase)
-            self._updates += config.updates_per_step
-        before = self._env_steps
-        self._env_steps += config.num_envs
+        phase = self._updates // config.updates_per_step % self._run.learner.phases if turn.learn else None
+        self._iterate(turn.random, phase)
+        self._updates += config.updates_per_step if turn.learn else 0
+        before, together = self._env_steps, config.num_envs * self._ranks.size
+        self._env_steps += together
         self._inserted += 1
         self._finished = self._env_steps >= config.env_steps
-        self.stopped = "" if self._finished else stop.name
+        self.stopped = "" if self._finished else self._stop(stop)
         self._write_down(plan.due(config, before, self._env_steps, self._finished))
+        self._warn(progress)
+        self._run.watchdog.completed(self._env_steps // together)
         shown = {"return": self._evaluation.get("eval_return_mean")}
         if self._updates and self._mark.env_steps == self._env_steps:
-            shown["loss"] = float(self._state.metrics["critic_loss"].mean())
+            shown["loss"] = float(self._states[0].metrics["critic_loss"].mean())
         progress.update(self._env_steps, **shown)
 
+    def _warn(self, progress: Progress) -> None:
+        """Says, once a record, that nothing is being learned."""
+        if self._blocked >= BLOCKED_UPDATES:
+            progress.write(
+                f"the last {self._blocked} updates of the critics were skipped, since a loss or a gradient was not "
+                "finite: look at the environment's rewards and observations, and at skipped_* in the records"
+            )
+            self._blocked = 0
+
+    def _iterate(self, random: bool, phase: int | None) -> None:
+        iterate, kind = self._run.iterate, (random, phase)
+        with contextlib.nullcontext() if kind in self._begun else self._run.watchdog.busy("first iteration"):
+            self._states = self._ranks.each(lambda state: iterate(state, random=random, phase=phase)[0], self._states)
+        self._begun.add(kind)
+
+    def _stop(self, stop: signals.Stop) -> str:
+        """Returns the name of the signal that any rank has had, or the empty text."""
+        world = self._ranks.world
+        if not stop_requested(world, stop.requested):
+            return ""
+        return next(name for name in gather(world, stop.name) if name)
+
     def summary(self) -> dict[str, Any]:
-        """Returns the run's last line."""
+        """Returns the run's last line, in the process that writes."""
         rates = reporting.rates(self._begin, self._now(), self._config.num_seeds)
         return {
-            "run_dir": str(self._run.log.run_dir),
+            "run_dir": str(self._run.run_dir),
             "task": self._config.task,
             "env_steps": self._env_steps,
             "updates": self._updates,
@@ -90,36 +128,59 @@ class _Loop:
 
     def _write_down(self, due: plan.Due) -> None:
         if due.evaluate:
-            self._evaluation = self._evaluate()
+            with self._edge("evaluation") as writes:
+                self._evaluation = self._evaluate() if writes else {}
         if due.log:
             self._log(self._evaluation if due.evaluate else {})
         # A stop adds nothing but a snapshot, so that the resumed run writes the same records as an unbroken one.
         if due.snapshot or self.stopped:
-            opening.save(self._run, self._state, self._env_steps, self._score() if due.evaluate else None)
+            with self._run.watchdog.busy("snapshot"):
+                opening.save(self._run, self._states, self._env_steps, self._score() if due.evaluate else None)
+        if due.evaluate or self._finished:
+            with self._edge("pictures") as writes:
+                if writes:
+                    self._draw(due)
+
+    @contextlib.contextmanager
+    def _edge(self, activity: str) -> Iterator[bool]:
+        """Lets one process do what a run has once, while the others wait; its error becomes one of all ranks."""
+        with self._run.watchdog.busy(activity), guard(self._ranks.world, activity):
+            yield self._ranks.writes
+
+    def _draw(self, due: plan.Due) -> None:
         if due.evaluate:
-            reporting.draw_curve(self._run.log.run_dir, self._run.env.spec)
+            reporting.draw_curve(self._run.run_dir, self._run.env.spec)
         if self._finished and self._run.env.render is not None:
-            path = self._run.log.run_dir / "policy.gif"
+            path = self._run.run_dir / "policy.gif"
             reporting.film(path, self._run.env, self._policies()[0], self._evaluation_keys()[0], self._dtype())
 
     def _score(self) -> float | None:
         return self._evaluation.get("eval_return_mean")
 
     def _log(self, evaluation: dict[str, Any]) -> None:
-        totals = self._state.episodes
-        self._state = self._state._replace(episodes=tree.zeros_like(totals))
-        rate = self._run.learner.rate(self._state.sac.critic.opt.count)
-        record = {
-            "updates": self._updates,
-            **(reporting.learning(self._state, rate) if self._updates else {}),
-            **reporting.episodes(totals),
-            **evaluation,
-        }
+        learned, totals = self._gather()
+        load = self._run.iterate.load
+        self._states = tuple(load(s._replace(episodes=tree.zeros_like(s.episodes))) for s in self._states)
+        self._blocked = learned.get("skipped_critic_in_a_row", 0)
+        record = {"updates": self._updates, **learned, **reporting.episodes(totals), **evaluation}
         now = self._now()
         rates = reporting.rates(self._mark, now, self._config.num_seeds)
         self._mark = now
-        self._run.log.write(self._env_steps, record, rates)
-        self._run.board.write(self._env_steps, record | rates)
+        with self._edge("records") as writes:
+            if writes:
+                self._run.log.write(self._env_steps, record, rates)
+                self._run.board.write(self._env_steps, record | rates)
+
+    def _gather(self) -> tuple[dict[str, Any], Episodes]:
+        """Returns what all ranks have learned, and their totals of episodes."""
+        fixed = (self._run.learner.rate, self._config.return_bound)
+        learned = [reporting.learning(state, *fixed) if self._updates else {} for state in self._states]
+        totals = [[x.sum().item() for x in state.episodes] for state in self._states]
+        found = self._ranks.gather([*zip(learned, totals, strict=True)])
+        columns = zip(*(numbers for _, numbers in found), strict=True)
+        dtypes = (torch.int64, torch.float64, torch.int64)
+        summed = Episodes(*(torch.tensor(x, dtype=dtype) for x, dtype in zip(columns, dtypes, strict=True)))
+        return reporting.over_ranks([values for values, _ in found]), summed
 
     def _evaluate(self) -> dict[str, Any]:
         pairs = zip(self._policies(), self._evaluation_keys(), strict=True)
@@ -129,12 +190,12 @@ class _Loop:
         )
 
     def _policies(self) -> list[tuple[Any, Any]]:
-        actor = self._state.sac.actor
+        actor = self._states[0].sac.actor
         pair = (actor.params, actor.stats)
         return [tree.index(pair, i) for i in range(self._config.num_seeds)] if self._config.num_seeds > 1 else [pair]
 
     def _evaluation_keys(self) -> list[Tensor]:
-        seeds = opening.seeds(self._config)
+        seeds = request.seeds(self._config)
         return [keys.fold_in(keys.key(seed, self._run.device), EVALUATION_STREAM) for seed in seeds]
 
     def _dtype(self) -> torch.dtype:

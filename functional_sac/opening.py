@@ -1,7 +1,7 @@
 """Opening a run, new or resumed, and saving it.
 
-A snapshot has the parts `learner` (a `SACState`), `run` (environments, noise, reward scale, counters) and, with
-`--snapshot_replay`, `replay.rank0`.
+A snapshot has the parts `learner` (a `SACState` without its key, which rank 0 writes for all), and for every rank i
+`run.rank<i>` (keys, environments, noise, reward scale, counters) and, with `--snapshot_replay`, `replay.rank<i>`.
 """
 
 from __future__ import annotations
@@ -16,21 +16,25 @@ from typing import Any, NamedTuple
 
 import torch
 
-from functional_sac import envs, plan
+from functional_sac import envs, plan, replicas
 from functional_sac.config import TrainConfig
 from functional_sac.cycle import Learner, SACState, make_learner
 from functional_sac.envs.env import Env
 from functional_sac.iteration import Iteration, TrainState, make_iteration
-from functional_sl import capture, keys, tree
-from functional_sl.run import board, cli, runlog, snapshot
+from functional_sac.replicas import Replicas, States
+from functional_sac.request import MAY_CHANGE, RUNS, Request, as_usage_error, request, run_dir_of, seeds, stored
+from functional_sl import capture, keys, tree, wire
+from functional_sl.parallel import watchdog
+from functional_sl.parallel.errors import RankError
+from functional_sl.parallel.watchdog import Watchdog
+from functional_sl.parallel.world import broadcast, divert_output, gather, guard, world
+from functional_sl.run import board, cli, identity, runlog, snapshot
+from functional_sl.run.manifest import Part
 from functional_sl.run.manifest import read as read_manifest
 
-RUNS = "runs"
 COMPILED_UPDATES = 20_000
-MAY_CHANGE = frozenset(
-    ("env_steps", "eval_every", "log_every", "snapshot_every", "keep_snapshots", "snapshot_replay", "tensorboard")
-)
-_UNSTORED = {"resume": None, "run_dir": None}  # a run may be moved, and every attempt has its own
+# A rank may wait in a collective while another does what takes longer than an iteration; the watchdog ends a hang.
+_COLLECTIVE_TIMEOUTS = 2 * watchdog.BUSY_FACTOR
 
 
 class Start(NamedTuple):
@@ -48,21 +52,28 @@ class Run:
     """An open run: static parts, where it starts, and where it is written down."""
 
     config: TrainConfig
-    device: torch.device
+    ranks: Replicas
+    watchdog: Watchdog
     env: Env
     learner: Learner
-    iteration: Iteration
-    state: TrainState
+    iterate: capture.Captured | capture.Eager  # (state, random=, phase= or None) -> (state, ()), one iteration
+    states: States  # where every rank of this process begins
     start: Start
-    log: runlog.RunLog
+    run_dir: Path
+    log: runlog.RunLog | None  # of the process that writes
     board: board.Board
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process computes."""
+        return self.ranks.world.device
 
 
 @contextlib.contextmanager
 def open_run(config: TrainConfig, given: frozenset[str] = frozenset()) -> Iterator[Run]:
-    """Opens the run that the config asks for, and closes its files at the end.
+    """Joins the ranks, opens the run that the config asks for, and closes its files at the end.
 
-    Everything that can be refused is refused before a file is written.
+    Everything that can be refused is refused before a file is written, on every rank alike.
 
     Args:
       config: the run; with `resume`, the fields of `given` override those of the run that goes on.
@@ -71,141 +82,130 @@ def open_run(config: TrainConfig, given: frozenset[str] = frozenset()) -> Iterat
     Raises:
       cli.UsageError: for settings that cannot be met, and a run or snapshot that is not there or does not fit.
     """
-    with _as_usage_error(runlog.RunError, snapshot.SnapshotError):
-        run = _open(config, given)
-    with run.log, contextlib.closing(run.board):
+    with contextlib.ExitStack() as stack:
+        with as_usage_error(ValueError, runlog.RunError, snapshot.SnapshotError, RankError):
+            asked = request(config, given)
+            limit = asked.config.timeout_s
+            here = stack.enter_context(world(asked.config.device, _COLLECTIVE_TIMEOUTS * limit))
+            dog = stack.enter_context(Watchdog(here, limit))
+            ranks = stack.enter_context(replicas.joined(asked.config, here))
+            with dog.busy("opening the run"):
+                run = _open(asked, ranks, dog)
+            if run.log is not None:
+                stack.enter_context(run.log)
+            stack.enter_context(contextlib.closing(run.board))
+            # Graphs that hold collectives go before their process group.
+            stack.callback(run.iterate.close)
         yield run
 
 
-def _open(config: TrainConfig, given: frozenset[str]) -> Run:
-    for name in ("run_dir", "resume", "init_from"):
-        if getattr(config, name) == "":
-            raise cli.UsageError(f"--{name}= names no folder; give one or leave the flag out")
-    source = _source(config.resume) if config.resume else None
-    if source:
-        config = _resumed_config(config, given, source)
-    with _as_usage_error(ValueError):
-        _check_seeds(config)
-        device = _device(config.device)
+def _open(asked: Request, ranks: Replicas, dog: Watchdog) -> Run:
+    here, source = ranks.world, asked.source
+    with guard(here, "opening the run"):
+        config = _settle(asked.config, ranks)
+        torch.set_num_threads(config.threads)
+        _make_deterministic(config.deterministic)
         env = envs.make(config.task, config.sim)
-    config = plan.settle(config)
-    config = dataclasses.replace(config, compile=_compiles(config, device))
-    _make_deterministic(config.deterministic)
-    learner = make_learner(config, env.spec, wrap=_wrap(config))
-    iteration = make_iteration(config, env, learner)
-    state, start = _restore(_init(iteration, config, device), config, source)
-    log = _open_log(config, source, start)
-    events = board.Board(log.run_dir / "tensorboard" if config.tensorboard else None, start.snapshot_step)
-    return Run(config, device, env, learner, _over_seeds(iteration, config), state, start, log, events)
-
-
-def save(run: Run, state: TrainState, env_steps: int, score: float | None) -> Path:
-    """Writes a snapshot and removes the older ones that the config does not keep.
-
-    Args:
-      run: the open run.
-      state: what is saved.
-      env_steps: its step.
-      score: mean return of an evaluation of this very state, or None.
-    """
-    run.log.sync()
-    parts = {"learner": state.sac, "run": _rest(state)}
-    if run.config.snapshot_replay:
-        parts["replay.rank0"] = state.replay
-    return snapshot.save(
-        run.log.run_dir / "snapshots",
-        env_steps,
-        parts,
-        run_id=run.log.run_id,
-        config=stored(run.config),
-        score=score,
-        keep=run.config.keep_snapshots,
-        protect=() if run.start.snapshot_step is None else (run.start.snapshot_step,),
+        learner = make_learner(config, env.spec, ranks.collectives, _wrap(config))
+        iteration = make_iteration(config, env, learner, ranks.collectives)
+        states, start = _restore(_init(iteration, config, ranks), config, ranks, source)
+        states = tuple(_own(state) for state in states)
+    replicas.check_settings(ranks, _settings(config, env, states, start))
+    replicas.check_equal(ranks, states, "at the start")
+    with guard(here, "opening the run's folder"):
+        log = _open_log(config, source, start) if ranks.writes else None
+    place = broadcast(here, None if log is None else {"run_dir": str(log.run_dir), "run_id": log.run_id})
+    run_dir = Path(place["run_dir"])
+    with guard(here, "opening the rank's log"):
+        if log is None:
+            _enter(run_dir, place["run_id"], here.rank)
+    written = log is not None and config.tensorboard
+    events = board.Board(run_dir / "tensorboard" if written else None, start.snapshot_step)
+    return Run(
+        config, ranks, dog, env, learner, _iterate(iteration, config, ranks), states, start, run_dir, log, events
     )
 
 
-def stored(config: TrainConfig) -> dict[str, Any]:
-    """Returns the config as a run keeps it: without the paths of one attempt."""
-    return cli.to_dict(dataclasses.replace(config, **_UNSTORED))
+def save(run: Run, states: States, env_steps: int, score: float | None) -> None:
+    """Writes a snapshot and removes the older ones that the config does not keep; every rank calls it.
+
+    Every rank writes its own parts first, and rank 0 commits the manifest last.
+
+    Args:
+      run: the open run.
+      states: what is saved, of every rank of this process.
+      env_steps: its step.
+      score: mean return of an evaluation of this very state, or None.
+
+    Raises:
+      SnapshotError: if it cannot be written.
+      RankError: on every rank, if it cannot be written on one of several or the ranks are not equal.
+    """
+    here, where = run.ranks.world, f"the snapshot of step {env_steps}"
+    root = run.run_dir / "snapshots"
+    replicas.check_equal(run.ranks, states, f"at {where}")
+    try:
+        written: list[Part] = []
+        with guard(here, where):
+            if run.log is not None:
+                run.log.sync()
+            own = _parts(run, states).items()
+            written.extend(snapshot.write_part(root, env_steps, name, values) for name, values in own)
+        found = [Part(*part) for process in gather(here, written) for part in process]
+        with guard(here, where):
+            if run.log is not None:
+                about = {"run_id": run.log.run_id, "config": stored(run.config), "score": score}
+                snapshot.commit(root, env_steps, found, **about)
+    except BaseException:
+        if run.log is not None:
+            with contextlib.suppress(OSError, snapshot.SnapshotError):
+                snapshot.sweep(snapshot.folder_of(root, env_steps))
+        raise
+    with guard(here, where):
+        if run.log is not None:
+            kept = {env_steps, run.start.snapshot_step} - {None}
+            snapshot.prune(root, run.config.keep_snapshots, kept, run_id=run.log.run_id)
 
 
-def seeds(config: TrainConfig) -> range:
-    """Returns the seeds of the run's learners."""
-    return range(config.seed, config.seed + config.num_seeds)
-
-
-def _rest(state: TrainState) -> TrainState:
-    return state._replace(sac=(), replay=())
-
-
-def _source(resume: str) -> Path:
-    """Returns the snapshot folder that `--resume` names."""
-    if resume == "latest":
-        return _latest()
-    path = Path(resume).expanduser()
-    if path.name == "manifest.json":
-        path = path.parent
-    if (path / "manifest.json").exists():
-        return path
-    if not path.is_dir():
-        raise cli.UsageError(f"--resume={resume}: no such folder; give the folder of a run or of a snapshot")
-    run_dir = path.parent if path.name == "snapshots" else path
-    found = snapshot.latest(run_dir, runlog.describe(run_dir)["run_id"])
-    if found is None:
-        raise cli.UsageError(f"--resume={resume}: holds no valid snapshot; start a new run instead")
+def _parts(run: Run, states: States) -> dict[str, tree.Tree]:
+    """Returns the parts of a snapshot that this process writes."""
+    found = {"learner": replicas.learner_of(states[0])} if run.ranks.writes else {}
+    for rank, state in zip(run.ranks.here, states, strict=True):
+        found |= replicas.parts(state, rank, run.config.snapshot_replay)
     return found
 
 
-def _latest() -> Path:
-    runs = sorted(Path(RUNS).glob("*/run.json"), key=lambda p: p.stat().st_mtime, reverse=True)
-    for run in runs:
-        if found := snapshot.latest(run.parent, runlog.describe(run.parent)["run_id"]):
-            return found
-    raise cli.UsageError(f"--resume=latest: no run with a valid snapshot under {Path(RUNS).absolute()}; give its path")
+def _settle(config: TrainConfig, ranks: Replicas) -> TrainConfig:
+    if plan.total_updates(config, ranks.size) < 1:
+        raise cli.UsageError(
+            f"env_steps={config.env_steps}: the run ends before learning starts on {ranks.size} ranks; ask for more"
+        )
+    config = plan.settle(config, ranks.size)
+    config = dataclasses.replace(config, device=ranks.world.device.type, compile=_compiles(config, ranks))
+    # More threads only wait for each other at small sizes, and sums depend on their number.
+    few = config.batch_size * config.critic_width * config.num_seeds < 2**16
+    return dataclasses.replace(config, threads=config.threads or (1 if few else torch.get_num_threads()))
 
 
-def _resumed_config(config: TrainConfig, given: frozenset[str], source: Path) -> TrainConfig:
-    """Returns the stored config of the run, with the fields that were given now."""
-    if config.run_dir is not None:
-        raise cli.UsageError(f"--run_dir={config.run_dir}: a resumed run stays in its folder; leave it out")
-    done = _steps_done(source)
-    old = cli.from_dict(TrainConfig, runlog.describe(_run_dir(source))["config"])
-    changes = {name: getattr(config, name) for name in given if name not in _UNSTORED}
-    refused = [name for name in sorted(changes.keys() - MAY_CHANGE) if changes[name] != getattr(old, name)]
-    if refused:
-        shown = ", ".join(f"{name} {getattr(old, name)} -> {changes[name]}" for name in refused)
-        raise cli.UsageError(f"a resumed run keeps its settings ({shown}); start a new run with --init_from={source}")
-    with _as_usage_error(ValueError):
-        new = dataclasses.replace(old, **changes)
-    if done >= new.env_steps:
-        raise cli.UsageError(f"--env_steps={new.env_steps}: {source} has {done} already; ask for more")
-    return new
+def _settings(config: TrainConfig, env: Env, states: States, start: Start) -> dict[str, str]:
+    """Returns what must be the same on every rank before gradients and states may meet."""
+    wire_dtype = config.dp_gradient_wire_dtype
+    params = {name: getattr(states[0].sac, name).params for name in ("actor", "critic", "temperature")}
+    about = {"the task's sizes": env.spec, "the resumed snapshot": start.snapshot_step}
+    for name, values in params.items():
+        about[f"the layout of the {name}'s gradients"] = wire.digest(wire.layout(values, wire_dtype))[:16]
+    return {name: str(value) for name, value in (stored(config) | identity.versions() | about).items()}
 
 
-def _steps_done(source: Path) -> int:
-    """Returns the environment steps of a snapshot that its own run can go on from."""
-    elsewhere = f"; start a new run with --init_from={source}"
-    if source.resolve().parent.name == "superseded":
-        raise cli.UsageError(f"--resume={source}: the run has gone on from an earlier snapshot{elsewhere}")
-    manifest, run_id = read_manifest(source), runlog.describe(_run_dir(source))["run_id"]
-    if manifest["run_id"] != run_id:
-        raise cli.UsageError(f"--resume={source}: is of run {manifest['run_id']}, but lies in run {run_id}{elsewhere}")
-    return manifest["step"]
-
-
-def _run_dir(source: Path) -> Path:
-    return source.resolve().parent.parent
-
-
-def _check_seeds(config: TrainConfig) -> None:
-    if seeds(config).stop > 2**32:
-        raise ValueError(f"seed={config.seed}, num_seeds={config.num_seeds}: seeds end at 2**32 - 1; choose lower ones")
-
-
-def _device(name: str) -> torch.device:
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device=cuda: torch sees no CUDA device; use --device=cpu or install a CUDA build of torch")
-    return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
+def _enter(run_dir: Path, run_id: str, rank: int) -> None:
+    """Makes the run's folder the home of a rank that does not write the run."""
+    try:
+        found = runlog.describe(run_dir)["run_id"]
+    except runlog.RunError as error:
+        raise runlog.RunError(f"{error}; all ranks need one file system: give --run_dir on it") from error
+    if found != run_id:
+        raise runlog.RunError(f"{run_dir}: holds run {found} here, not {run_id}; give --run_dir on one file system")
+    divert_output(run_dir / "ranks" / f"rank{rank}.log")
 
 
 def _make_deterministic(deterministic: bool) -> None:
@@ -214,18 +214,26 @@ def _make_deterministic(deterministic: bool) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False
 
 
-def _init(iteration: Iteration, config: TrainConfig, device: torch.device) -> TrainState:
-    states = [iteration.init(keys.key(seed, device)) for seed in seeds(config)]
-    return tree.stack(states) if config.num_seeds > 1 else states[0]
+def _init(iteration: Iteration, config: TrainConfig, ranks: Replicas) -> States:
+    device = ranks.world.device
+    if config.num_seeds > 1:
+        return (tree.stack([iteration.init(keys.key(seed, device)) for seed in seeds(config)]),)
+    return tuple(iteration.init(keys.key(config.seed, device), rank) for rank in ranks.here)
 
 
-def _compiles(config: TrainConfig, device: torch.device) -> str:
+def _own(state: TrainState) -> TrainState:
+    """Returns the state in buffers that share nothing; the replay's rows, which may be large, have theirs already."""
+    return tree.clone(state._replace(replay=()))._replace(replay=state.replay)
+
+
+def _compiles(config: TrainConfig, ranks: Replicas) -> str:
     """Returns what `--compile=auto` comes to, which the run keeps, resumes included."""
-    if config.compile != "auto":
-        return config.compile
+    if config.compile != "auto" or config.simulated_ranks > 1:
+        return "false" if config.compile == "auto" else config.compile
     # On a CPU compiling takes about a minute and then halves an update's time.
-    worthwhile = plan.total_updates(config) >= COMPILED_UPDATES and any(map(shutil.which, ("c++", "g++", "clang++")))
-    return "true" if device.type == "cuda" or worthwhile else "false"
+    many = plan.total_updates(config, ranks.size) >= COMPILED_UPDATES
+    worthwhile = many and any(map(shutil.which, ("c++", "g++", "clang++")))
+    return "true" if ranks.world.device.type == "cuda" or worthwhile else "false"
 
 
 def _wrap(config: TrainConfig) -> Callable[[capture.Function], capture.Function]:
@@ -238,36 +246,65 @@ def _wrap(config: TrainConfig) -> Callable[[capture.Function], capture.Function]
     return wrap
 
 
-def _over_seeds(iteration: Iteration, config: TrainConfig) -> Iteration:
-    """Maps the environment step over seeds, where there are several; the learner's regions are mapped already."""
-    if config.num_seeds == 1:
-        return iteration
-    steps = [capture.mapped(functools.partial(iteration.step, random=random)) for random in (False, True)]
-    return iteration._replace(step=lambda state, random: steps[random](state))
+def _iterate(iteration: Iteration, config: TrainConfig, ranks: Replicas) -> capture.Captured | capture.Eager:
+    """Returns one training iteration, captured as CUDA graphs where that is possible and wanted."""
+    steps = [functools.partial(iteration.step, random=random) for random in (False, True)]
+    # The learner's regions are mapped over seeds already.
+    steps = [capture.mapped(step) if config.num_seeds > 1 else step for step in steps]
+
+    def iterate(state: TrainState, random: bool, phase: int | None) -> tuple[TrainState, tuple[()]]:
+        state = steps[random](state)
+        return (state if phase is None else iteration.learn(state, phase)), ()
+
+    # A float16 scaler and eager kernels run the same function uncaptured.
+    suited = ranks.world.device.type == "cuda" and config.compile == "true" and config.compute_dtype != "float16"
+    wanted = ranks.size == 1 or config.dp_whole_cycle_cuda_graph
+    return capture.Captured(iterate) if suited and wanted else capture.Eager(iterate)
 
 
-def _restore(state: TrainState, config: TrainConfig, source: Path | None) -> tuple[TrainState, Start]:
+def _restore(states: States, config: TrainConfig, ranks: Replicas, source: Path | None) -> tuple[States, Start]:
     if source is None:
-        state = _init_from(state, Path(config.init_from).expanduser()) if config.init_from else state
-        return state, Start(0, 0, 0)
+        taken = Path(config.init_from).expanduser() if config.init_from else None
+        return tuple(_init_from(state, taken) if taken else state for state in states), Start(0, 0, 0)
     manifest = read_manifest(source)
+    _check_ranks(manifest["parts"], ranks.size, source)
     has_replay = "replay.rank0" in manifest["parts"]
-    like = {"learner": state.sac, "run": _rest(state)} | ({"replay.rank0": state.replay} if has_replay else {})
-    parts, _ = snapshot.restore(source, like)
-    state = parts["run"]._replace(sac=parts["learner"], replay=parts.get("replay.rank0", state.replay))
-    updates, inserted = (int(x.reshape(-1)[0]) for x in (state.sac.updates, state.replay.steps))
+    like = {"learner": replicas.learner_of(states[0])}
+    for rank, state in zip(ranks.here, states, strict=True):
+        like |= replicas.parts(state, rank, has_replay)
+    loaded, _ = snapshot.restore(source, like)
+    # Every rank gets buffers of its own.
+    states = tuple(
+        replicas.restored(state, rank, loaded | {"learner": tree.clone(loaded["learner"])})
+        for rank, state in zip(ranks.here, states, strict=True)
+    )
+    updates, inserted = (int(x.reshape(-1)[0]) for x in (states[0].sac.updates, states[0].replay.steps))
     start = Start(manifest["step"], updates, inserted, snapshot_step=manifest["step"])
     notes = [f"resumed from {source} at {start.env_steps} environment steps"]
     if not has_replay:
-        notes.append(_refill_note(config, start.env_steps))
+        notes.append(_refill_note(config, start.env_steps, ranks.size))
+    moved = [name for name in ("device", "threads", "compile") if getattr(config, name) != manifest["config"][name]]
+    if moved:
+        notes.append(
+            f"other {' and '.join(moved)} than before: from here on the bits may differ from an unbroken run's"
+        )
     if config.env_steps != manifest["config"]["env_steps"]:
         notes.append(f"env_steps is {config.env_steps} now; lr_decay_updates stays {config.lr_decay_updates}")
-    return state, start._replace(notes=tuple(notes))
+    return states, start._replace(notes=tuple(notes))
 
 
-def _refill_note(config: TrainConfig, done: int) -> str:
-    first = done + config.num_envs * plan.next_learning_step(config)
-    if first >= config.env_steps + config.num_envs:
+def _check_ranks(parts: dict[str, Any], size: int, source: Path) -> None:
+    if (saved := replicas.ranks_of([*parts])) != size:
+        raise cli.UsageError(
+            f"--resume={source}: is of {saved} ranks, but {size} have started; start torchrun with {saved} processes "
+            f"in all, or a new run with --init_from={source}"
+        )
+
+
+def _refill_note(config: TrainConfig, done: int, ranks: int) -> str:
+    together = config.num_envs * ranks
+    first = done + together * plan.next_learning_step(config)
+    if first >= config.env_steps + together:
         raise cli.UsageError(
             f"--env_steps={config.env_steps}: the snapshot holds no replay, and once it is filled anew, at {first} "
             "environment steps, nothing would be left to learn; ask for more"
@@ -277,7 +314,7 @@ def _refill_note(config: TrainConfig, done: int) -> str:
 
 def _init_from(state: TrainState, path: Path) -> TrainState:
     """Returns a fresh state with the networks, statistics and temperature of a snapshot."""
-    old: SACState = snapshot.restore(path, {"learner": state.sac})[0]["learner"]
+    old: SACState = snapshot.restore(path, {"learner": replicas.learner_of(state)})[0]["learner"]
     names = ("actor", "critic", "temperature")
     taken = {
         n: getattr(state.sac, n)._replace(params=getattr(old, n).params, stats=getattr(old, n).stats) for n in names
@@ -288,7 +325,7 @@ def _init_from(state: TrainState, path: Path) -> TrainState:
 def _open_log(config: TrainConfig, source: Path | None, start: Start) -> runlog.RunLog:
     content = stored(config)
     if source is not None:
-        log = runlog.reopen(_run_dir(source), content, start.snapshot_step, may_change=MAY_CHANGE)
+        log = runlog.reopen(run_dir_of(source), content, start.snapshot_step, may_change=MAY_CHANGE)
         snapshot.set_aside(log.run_dir, start.snapshot_step, log.run_id)
         return log
     where = {"run_dir": config.run_dir} if config.run_dir else {"base_dir": RUNS}
@@ -302,13 +339,3 @@ def _check_vacant(run_dir: Path) -> None:
     taken = [name for name in ("learning_curve.png", "policy.gif", "tensorboard") if (run_dir / name).exists()]
     if taken and not (run_dir / "run.json").exists():
         raise cli.UsageError(f"--run_dir={run_dir}: holds {', '.join(taken)} of something else; choose another folder")
-
-
-@contextlib.contextmanager
-def _as_usage_error(*kinds: type[Exception]) -> Iterator[None]:
-    try:
-        yield
-    except cli.UsageError:
-        raise
-    except kinds as error:
-        raise cli.UsageError(str(error)) from error

@@ -24,10 +24,11 @@ class Turn(NamedTuple):
     learn: bool  # a cycle after the step
 
 
-def settle(config: TrainConfig) -> TrainConfig:
+def settle(config: TrainConfig, ranks: int = 1) -> TrainConfig:
     """Returns the config with every 0 that means "choose" replaced by the number that the run keeps, resumes included.
 
-    `lr_decay_updates` becomes the number of updates of this run, intervals become shares of its length.
+    `lr_decay_updates` becomes the number of updates of this run on so many ranks, intervals become shares of its
+    length.
     """
     steps = config.env_steps
 
@@ -37,26 +38,26 @@ def settle(config: TrainConfig) -> TrainConfig:
     evaluate = share(config.eval_every, 10)
     return dataclasses.replace(
         config,
-        lr_decay_updates=config.lr_decay_updates or max(1, config.lr_warmup_updates, total_updates(config)),
+        lr_decay_updates=config.lr_decay_updates or max(1, config.lr_warmup_updates, total_updates(config, ranks)),
         eval_every=evaluate,
         log_every=share(config.log_every, 200),
         snapshot_every=config.snapshot_every or 2 * evaluate,
     )
 
 
-def vector_steps(config: TrainConfig) -> int:
-    """Returns the steps of all environments together that the run takes."""
-    return math.ceil(config.env_steps / config.num_envs)
+def vector_steps(config: TrainConfig, ranks: int = 1) -> int:
+    """Returns the steps of all environments of all ranks together that the run takes."""
+    return math.ceil(config.env_steps / (config.num_envs * ranks))
 
 
-def total_updates(config: TrainConfig) -> int:
+def total_updates(config: TrainConfig, ranks: int = 1) -> int:
     """Returns the updates of an uninterrupted run."""
-    learning_steps = vector_steps(config) - next_learning_step(config) + 1
+    learning_steps = vector_steps(config, ranks) - next_learning_step(config) + 1
     return config.updates_per_step * max(0, learning_steps)
 
 
 def next_learning_step(config: TrainConfig) -> int:
-    """Returns the number, from 1, of the first vector step after which the replay holds enough to learn."""
+    """Returns the number, from 1, of the first vector step after which each rank's replay holds enough to learn."""
     rows = max(config.learning_starts, 1)
     return math.ceil(rows / config.num_envs) + config.n_step - 1
 

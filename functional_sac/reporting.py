@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from functional_sac import acting, evaluation
+from functional_sac import acting, evaluation, reward_scale
 from functional_sac.envs.env import Env, EnvSpec
 from functional_sac.evaluation import Result
 from functional_sac.iteration import Episodes, TrainState
 from functional_sl.run import figures, files, runlog, video
+from functional_sl.schedules import Schedule
 
 
 class Mark(NamedTuple):
@@ -25,16 +26,24 @@ class Mark(NamedTuple):
     updates: int
 
 
-def learning(state: TrainState, rate: Tensor) -> dict[str, Any]:
-    """Returns the losses (means over seeds), skipped updates (sums over seeds) and learning rate as numbers."""
+def learning(state: TrainState, rate: Schedule, return_bound: float) -> dict[str, Any]:
+    """Returns losses (means over seeds), skipped updates (sums over seeds), learning rates and reward divisor."""
     sac = state.sac
     skipped = {f"skipped_{name}": getattr(sac, name).gate.skipped for name in ("actor", "critic", "temperature")}
     return {
         **{name: _mean(value) for name, value in state.metrics.items()},
         **{name: int(value.sum()) for name, value in skipped.items()},
-        "learning_rate": float(rate.reshape(-1)[0]),
-        "reward_scale": _mean(state.scale.var.sqrt()),
+        "skipped_critic_in_a_row": int(sac.critic.gate.consecutive.max()),
+        "learning_rate": float(rate(sac.critic.opt.count).reshape(-1)[0]),
+        "learning_rate_actor": float(rate(sac.actor.opt.count).reshape(-1)[0]),
+        "reward_divisor": _mean(reward_scale.denominator(state.scale, return_bound)),
     }
+
+
+def over_ranks(values: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the values of all ranks as one: what is the same everywhere as it is, and the mean of what is not."""
+    columns = {name: [rank[name] for rank in values] for name in values[0]}
+    return {name: xs[0] if all(x == xs[0] for x in xs) else sum(xs) / len(xs) for name, xs in columns.items()}
 
 
 def episodes(totals: Episodes) -> dict[str, Any]:

@@ -7,12 +7,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from functional_sl.parallel.collectives import Collectives, single
+
 EPS = 1e-8
 OLD_COUNT_EPS = 1e-4
 
 
 class RewardScaleState(NamedTuple):
-    """Running moments of the discounted return.
+    """Running moments of the discounted return; all but `returns` are the same on every rank.
 
     Attributes:
       returns: [N] float32, every environment's running discounted return.
@@ -41,9 +43,15 @@ def init(num_envs: int, *, prior_count: float = 0.0, device: torch.device | str 
 
 
 def update(
-    state: RewardScaleState, reward: Tensor, done: Tensor, gamma: float, *, old_count_eps: float = OLD_COUNT_EPS
+    state: RewardScaleState,
+    reward: Tensor,
+    done: Tensor,
+    gamma: float,
+    *,
+    old_count_eps: float = OLD_COUNT_EPS,
+    collectives: Collectives | None = None,
 ) -> RewardScaleState:
-    """Takes in one vector step.
+    """Takes in one vector step of all ranks, as one process on their joined environments would.
 
     The carried return is dropped where the step ends an episode, before its reward is added, as the official
     code does.
@@ -54,6 +62,7 @@ def update(
       done: [N] bool, terminated or truncated.
       gamma: discount per step.
       old_count_eps: added to the old count where it weights the old variance (1e-4 official, 0 UniLab).
+      collectives: over the ranks, one by default; the step takes one gathering of four numbers.
 
     Returns:
       The state after it.
@@ -61,17 +70,35 @@ def update(
     returns = torch.where(done, 0.0, gamma * state.returns) + reward
     # One reward that is not finite would spoil the moments for good; it starts its environment's return anew.
     returns = torch.nan_to_num(returns, nan=0.0, posinf=0.0, neginf=0.0)
-    rows = returns.shape[0]
-    var, mean = (x.to(torch.float64) for x in torch.var_mean(returns, correction=0))
+    rows, mean, var, largest = _pool((collectives or single()).gather(_moments(returns)))
     delta, total = mean - state.mean, state.count + rows
     spread = state.var * (state.count + old_count_eps) + var * rows + delta * delta * (state.count * rows / total)
     return RewardScaleState(
         returns=returns,
-        max_abs=torch.maximum(state.max_abs, returns.abs().amax()),
+        max_abs=torch.maximum(state.max_abs, largest.to(state.max_abs.dtype)),
         mean=(state.mean + delta * rows / total).to(state.mean.dtype),
         var=(spread / total).to(state.var.dtype),
         count=total,
     )
+
+
+def _moments(returns: Tensor) -> Tensor:
+    """Returns count, mean, variance and largest magnitude, [4] float64."""
+    var, mean = torch.var_mean(returns, correction=0)
+    count = torch.full_like(mean, returns.shape[0])
+    return torch.stack([x.to(torch.float64) for x in (count, mean, var, returns.abs().amax())])
+
+
+def _pool(ranks: Tensor) -> tuple[Tensor, ...]:
+    """Joins the moments [R, 4] of all ranks from first to last (Chan, Golub and LeVeque 1983)."""
+    first, *others = ranks.unbind(0)
+    count, mean, var, largest = first.unbind(0)
+    for more, other_mean, other_var, other_largest in (other.unbind(0) for other in others):
+        delta, total = other_mean - mean, count + more
+        var = (var * count + other_var * more + delta * delta * (count * more / total)) / total
+        mean = mean + delta * more / total
+        count, largest = total, torch.maximum(largest, other_largest)
+    return count, mean, var, largest
 
 
 def denominator(state: RewardScaleState, return_bound: float) -> Tensor:

@@ -7,6 +7,7 @@ and collectives included: the host launches a whole training iteration at once.
 
 from __future__ import annotations
 
+import types
 import warnings
 from collections.abc import Callable, Hashable
 from typing import NamedTuple
@@ -41,7 +42,7 @@ def compiled(fn: Function, backend: str = "inductor") -> Function:
         leaves, found = tree.flatten((state, *inputs))
         if structure is None:
             structure, template = found, tree.unflatten(found, range(len(leaves)))
-            run = torch.compile(flat, fullgraph=True, dynamic=False, backend=backend)
+            run = torch.compile(_own_code(flat), fullgraph=True, dynamic=False, backend=backend)
             with warnings.catch_warnings():
                 # Full float32 products are meant.
                 warnings.filterwarnings("ignore", "TensorFloat32 tensor cores", UserWarning)
@@ -57,14 +58,21 @@ def compiled(fn: Function, backend: str = "inductor") -> Function:
     return call
 
 
+def _own_code(fn: Callable) -> Callable:
+    """Returns a copy of a function with a code object of its own: Dynamo limits the compilations of one code object."""
+    return types.FunctionType(fn.__code__.replace(), fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
+
+
 def mapped(fn: Callable[..., tree.Tree]) -> Callable[..., tree.Tree]:
     """Returns `fn` mapped by `torch.func.vmap` over the leading axis of all its arguments and results."""
 
     def call(*arguments: tree.Tree) -> tree.Tree:
+        if torch.compiler.is_compiling():
+            return torch.func.vmap(fn)(*arguments)
         leaves, structure = tree.flatten(arguments)
         outputs = None
 
-        # vmap takes flat lists faster than nested NamedTuples.
+        # Eagerly vmap takes flat lists faster than nested NamedTuples.
         def flat(leaves: list[Tensor]) -> list[Tensor]:
             nonlocal outputs
             found, outputs = tree.flatten(fn(*tree.unflatten(structure, leaves)))
@@ -86,6 +94,27 @@ class Hooks(NamedTuple):
     before_capture: Callable[[], None] = lambda: None
     after_capture: Callable[[], None] = lambda: None
     before_replay: Callable[[], None] = lambda: None
+
+
+class Eager:
+    """The twin of `Captured` that calls the function as it is: on a CPU, and where a graph is not wanted."""
+
+    captures = 0
+
+    def __init__(self, fn: Callable[..., tuple[tree.Tree, tree.Tree]]) -> None:
+        """Takes a function as `Captured` does."""
+        self._fn = fn
+
+    def __call__(self, state: tree.Tree, *inputs: tree.Tree, **static: Hashable) -> tuple[tree.Tree, tree.Tree]:
+        """Runs the function once."""
+        return self._fn(state, *inputs, **static)
+
+    def load(self, state: tree.Tree) -> tree.Tree:
+        """Returns the state: there are no buffers to copy it into."""
+        return state
+
+    def close(self) -> None:
+        """Frees nothing."""
 
 
 class Captured:

@@ -34,7 +34,7 @@ SAC = {
     "transition": "",
     "distributions": "",
     "value": "",
-    "reward_scale": "",
+    "reward_scale": "| parallel",
     "config": "| run",
     "plan": "config",
     "networks": "| keys tree",
@@ -45,12 +45,14 @@ SAC = {
     "losses": "config distributions networks transition value | step tree",
     "cycle": "config envs losses networks replay reward_scale transition "
     "| keys loss_scale optim parallel schedules step tree",
-    "iteration": "acting config cycle envs losses noise replay reward_scale transition | keys",
+    "iteration": "acting config cycle envs losses noise replay reward_scale transition | keys parallel",
+    "replicas": "config cycle iteration | parallel tree",
     "evaluation": "acting envs networks",
-    "reporting": "acting envs evaluation iteration | run",
-    "opening": "config cycle envs iteration plan | capture keys run tree",
-    "loop": "config evaluation opening plan reporting | keys run tree",
-    "train": "config loop presets | run",
+    "reporting": "acting envs evaluation iteration reward_scale | run schedules",
+    "request": "config | parallel run",
+    "opening": "config cycle envs iteration plan replicas request | capture keys parallel run tree wire",
+    "loop": "config evaluation iteration opening plan reporting request | keys parallel run tree",
+    "train": "config loop presets | parallel run",
 }
 
 

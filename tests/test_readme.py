@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from functional_sac import train
 from functional_sac.config import TrainConfig
 from functional_sac.presets import SMALL
+from functional_sl.run import loading
 
 README = Path(__file__).parents[1] / "README.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL) if README.exists() else []
@@ -26,8 +28,9 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.skipif(not BLOCKS, reason="no README beside the tests")
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.split("\n", 1)[0])
-def test_a_block_runs(block: str) -> None:
-    exec(compile(block, "README.md", "exec"), {})
+def test_a_block_runs_twice(block: str) -> None:
+    for _ in range(2):
+        exec(compile(block, "README.md", "exec"), {})
 
 
 @pytest.mark.skipif(not BLOCKS, reason="no README beside the tests")
@@ -38,3 +41,13 @@ def test_the_environment_of_the_readme_trains(tmp_path: Path, monkeypatch: pytes
     summary = train.run(TrainConfig(**small, run_dir=str(tmp_path / "run")))
     assert summary["updates"] == 51
     assert (tmp_path / "run" / "learning_curve.png").stat().st_size
+
+
+@pytest.mark.skipif(not BLOCKS, reason="no README beside the tests")
+def test_pictures_and_console_scripts_are_there() -> None:
+    text = README.read_text()
+    for picture in re.findall(r"!\[[^]]*\]\(([^)]+)\)", text):
+        assert (README.parent / picture).stat().st_size, picture
+    scripts = tomllib.loads((README.parent / "pyproject.toml").read_text())["project"]["scripts"]
+    for target in scripts.values():
+        assert callable(loading.load(target))

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from functional_sac import envs, reporting, train
+from functional_sac import envs, replicas, reporting, train
 from functional_sac.config import TrainConfig
 from functional_sac.envs import pendulum
 from functional_sac.envs.env import Env, Task, autoreset
@@ -108,5 +108,5 @@ def files(folder: Path) -> dict[str, bytes]:
 
 def named(state: TrainState) -> dict[str, torch.Tensor]:
     """Returns the leaves of a live state under the names of `state`."""
-    parts = {"learner": state.sac, "run": state._replace(sac=(), replay=()), "replay.rank0": state.replay}
+    parts = {"learner": replicas.learner_of(state)} | replicas.parts(state, 0, with_replay=True)
     return {f"{part}/{name}": leaf for part, values in parts.items() for name, leaf in tree.named(values).items()}

@@ -1,7 +1,7 @@
 """Reductions over the ranks: of one packed gradient group, and of small statistics.
 
-One rank, a process group, and ranks simulated as a `torch.func.vmap` axis all reduce by the same rules:
-cast to the wire dtype, sum, restore the group's dtype, then divide.
+One rank, a process group, ranks simulated as a `torch.func.vmap` axis, and ranks that are threads (`lockstep`) all
+reduce by the same rules: cast to the wire dtype, sum, restore the group's dtype, then divide.
 """
 
 from __future__ import annotations
@@ -19,19 +19,29 @@ from functional_sl.tree import Tree
 from functional_sl.wire import Layout, Reduce
 
 STATISTICS_DTYPES = (torch.float32, torch.float64, torch.int64)
+_UNMAPPED = (
+    "a reduction over {0} simulated ranks met a tensor that no vmap over ranks maps: "
+    "call it inside torch.func.vmap over {0} ranks, on a value that depends on the rank"
+)
 
 
 class Collectives(NamedTuple):
-    """What a step needs of the other ranks: their number and the two reductions."""
+    """What a step needs of the other ranks: their number, two reductions and a gathering."""
 
     size: int
     reduce: Reduce  # a packed gradient group: mean of the gradients, sum of the sentinels
     sum: Callable[[Tensor], Tensor]  # a float32, float64 or int64 tensor of any shape, in its own dtype
+    gather: Callable[[Tensor], Tensor]  # a tensor [...] of every rank, by rank: [size, ...]
 
 
 def single() -> Collectives:
     """Returns the collectives of one rank alone, which touch no process group."""
-    return Collectives(size=1, reduce=identity, sum=_statistics_sum(lambda x: x))
+    return over_sums(1, lambda x: x, lambda x: x.unsqueeze(0))._replace(reduce=identity)
+
+
+def over_sums(size: int, total: Callable[[Tensor], Tensor], gather: Callable[[Tensor], Tensor]) -> Collectives:
+    """Builds collectives from one sum and one gathering over `size` ranks, each of a tensor in its own dtype."""
+    return Collectives(size, packed_all_reduce(total, size), _statistics_sum(total), gather)
 
 
 def process_group(group: dist.ProcessGroup) -> Collectives:
@@ -43,8 +53,12 @@ def process_group(group: dist.ProcessGroup) -> Collectives:
     def total(x: Tensor) -> Tensor:
         return torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(x, "sum", name))
 
+    def gather(x: Tensor) -> Tensor:
+        stacked = torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous().unsqueeze(0), size, name)
+        return torch.ops._c10d_functional.wait_tensor(stacked)
+
     name, size = group.group_name, group.size()
-    return Collectives(size, packed_all_reduce(total, size), _statistics_sum(total))
+    return over_sums(size, total, gather)
 
 
 def simulated(size: int) -> Collectives:
@@ -61,10 +75,7 @@ def simulated(size: int) -> Collectives:
     if size < 1:
         raise ValueError(f"simulated({size}): the number of ranks must be at least 1")
 
-    def total(x: Tensor) -> Tensor:
-        return simulated_sum(x, size)
-
-    return Collectives(size, packed_all_reduce(total, size), _statistics_sum(total))
+    return over_sums(size, lambda x: simulated_sum(x, size), lambda x: simulated_gather(x, size))
 
 
 def over(world: World) -> Collectives:
@@ -159,10 +170,7 @@ def simulated_sum(x: Tensor, size: int) -> Tensor:
     """Sums `x` over the ranks that the innermost `torch.func.vmap` maps; every rank gets the same bytes."""
     if size == 1:
         return x.clone()
-    raise RuntimeError(
-        f"a reduction over {size} simulated ranks met a tensor that no vmap over ranks maps: "
-        f"call it inside torch.func.vmap over {size} ranks, on a value that depends on the rank"
-    )
+    raise RuntimeError(_UNMAPPED.format(size))
 
 
 @simulated_sum.register_fake
@@ -172,10 +180,34 @@ def _(x: Tensor, size: int) -> Tensor:
 
 @simulated_sum.register_vmap
 def _(info, in_dims, x, size):
-    if info.batch_size != size:
-        raise RuntimeError(
-            f"a reduction over {size} simulated ranks is inside a vmap of {info.batch_size}: "
-            f"the vmap directly around it must map the {size} ranks"
-        )
+    _check_mapped(info.batch_size, size)
     total = ordered_sum(x.movedim(in_dims[0], 0))
     return total.expand(size, *total.shape).clone(), 0
+
+
+@torch.library.custom_op("functional_sl::simulated_gather", mutates_args=())
+def simulated_gather(x: Tensor, size: int) -> Tensor:
+    """Returns `x` of every rank that the innermost `torch.func.vmap` maps, `[size, ...]`, on each of them."""
+    if size == 1:
+        return x.unsqueeze(0).clone()
+    raise RuntimeError(_UNMAPPED.format(size))
+
+
+@simulated_gather.register_fake
+def _(x: Tensor, size: int) -> Tensor:
+    return x.new_empty((size, *x.shape))
+
+
+@simulated_gather.register_vmap
+def _(info, in_dims, x, size):
+    _check_mapped(info.batch_size, size)
+    every = x.movedim(in_dims[0], 0)
+    return every.expand(size, *every.shape).clone(), 0
+
+
+def _check_mapped(mapped: int, size: int) -> None:
+    if mapped != size:
+        raise RuntimeError(
+            f"a reduction over {size} simulated ranks is inside a vmap of {mapped}: "
+            f"the vmap directly around it must map the {size} ranks"
+        )

@@ -11,18 +11,18 @@ import dataclasses
 import datetime
 import json
 import os
+import sys
 import zlib
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from functional_sl.parallel.errors import LostRank, RankError
+
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-
-
-class RankError(RuntimeError):
-    """An error of some ranks that all ranks raise together, at the same point."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +103,7 @@ def agree(world: World, error: Exception | None, where: str) -> None:
     except RankError as lost:
         if error is None:
             raise
-        raise RankError(f"{lost}; this rank's own error: {cause}") from error
+        raise type(lost)(f"{lost}; this rank's own error: {cause}") from error
     failed = [f"rank {rank}: {text}" for rank, text in enumerate(causes) if text]
     if failed:
         raise RankError(f"{where} failed on {len(failed)} of {world.size} ranks: {'; '.join(failed)}") from error
@@ -162,6 +162,16 @@ def broadcast(world: World, value: Any) -> Any:
     return json.loads(_exchange(world, "broadcast", json.dumps(value) if world.rank == 0 else "")[0])
 
 
+def divert_output(path: Path) -> None:
+    """Appends all that this process writes to stdout and stderr from now on to a file, whose folder is made."""
+    path.parent.mkdir(exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
+        stream.flush()
+        os.dup2(descriptor, number)
+    os.close(descriptor)
+
+
 def _exchange(world: World, where: str, text: str) -> list[str]:
     """Returns every rank's text by rank: one collective if all are empty, else two."""
     if world.control_group is None:
@@ -185,7 +195,7 @@ def _all_gather(world: World, where: str, x: torch.Tensor) -> list[torch.Tensor]
     try:
         dist.all_gather(gathered, x, group=world.control_group)
     except RuntimeError as broken:
-        raise RankError(f"rank {world.rank} cannot reach the other ranks at {where!r}: {broken}") from broken
+        raise LostRank(f"rank {world.rank} cannot reach the other ranks at {where!r}: {broken}") from broken
     return gathered
 
 

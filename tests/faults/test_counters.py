@@ -24,9 +24,9 @@ def old_run(folder) -> None:
     """Makes a run that has taken almost 2**31 environment steps, with 2**24 updates."""
     config = tiny_runs.config(folder, env_steps=STEPS + 26, log_every=2, eval_every=2**40, snapshot_every=10)
     with opening.open_run(config) as run:
-        state = run.state
+        (state,) = run.states
         for _ in range(8):
-            state = run.iteration.step(state, True)
+            state, _ = run.iterate(state, random=True, phase=None)
         many = torch.tensor(UPDATES)
         sac = state.sac._replace(updates=many)
         for name in ("actor", "critic", "temperature"):
@@ -34,7 +34,7 @@ def old_run(folder) -> None:
             sac = sac._replace(**{name: part._replace(opt=part.opt._replace(count=many.clone()))})
         buffer = state.replay._replace(steps=torch.tensor(STEPS // 2))
         state = state._replace(sac=sac, replay=buffer, env_steps=torch.tensor(STEPS))
-        opening.save(run, state, STEPS, None)
+        opening.save(run, (state,), STEPS, None)
 
 
 def test_counts_past_32_bits_and_past_exact_float32(tmp_path):
@@ -44,7 +44,7 @@ def test_counts_past_32_bits_and_past_exact_float32(tmp_path):
     assert (summary["env_steps"], summary["updates"]) == (STEPS + 26, UPDATES + 13)
     state = tiny_runs.state(tmp_path)
     expected = {
-        "run/env_steps": STEPS + 26,
+        "run.rank0/env_steps": STEPS + 26,
         "replay.rank0/steps": STEPS // 2 + 13,
         "learner/updates": UPDATES + 13,
         "learner/critic/opt/count": UPDATES + 13,

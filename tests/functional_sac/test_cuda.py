@@ -9,7 +9,7 @@ import tiny_runs
 import torch
 from equal import assert_bits_equal
 
-from functional_sl import keys
+from functional_sl import capture, keys
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -25,6 +25,18 @@ def test_runs_and_resumes_are_equal_bit_by_bit(tmp_path: Path, compile: str) -> 
         straight = tiny_runs.state(tmp_path / "straight")
     assert_bits_equal(tiny_runs.state(tmp_path / "again"), straight)
     assert_bits_equal(tiny_runs.state(tmp_path / "broken"), straight)
+
+
+@pytest.mark.parametrize("changes", [{}, {"num_seeds": 2}, {"compute_dtype": "bfloat16", "n_step": 3}])
+def test_captured_iterations_are_the_compiled_ones_bit_by_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict
+) -> None:
+    with tiny_runs.prepared():
+        tiny_runs.run(tmp_path / "captured", device="cuda", compile="true", **changes)
+        monkeypatch.setattr(capture, "Captured", capture.Eager)
+        tiny_runs.run(tmp_path / "launched", device="cuda", compile="true", **changes)
+        assert_bits_equal(tiny_runs.state(tmp_path / "captured"), tiny_runs.state(tmp_path / "launched"))
+        assert tiny_runs.records(tmp_path / "captured") == tiny_runs.records(tmp_path / "launched")
 
 
 def test_keys_draw_the_cpu_s_numbers() -> None:

@@ -67,7 +67,7 @@ def test_small_numbers(tmp_path, changes, updates):
     summary = tiny_runs.run(tmp_path, **changes)
     assert summary["updates"] == updates
     state = tiny_runs.state(tmp_path)
-    assert (state["learner/updates"], state["run/env_steps"]) == (updates, summary["env_steps"])
+    assert (state["learner/updates"], state["run.rank0/env_steps"]) == (updates, summary["env_steps"])
     # The actor takes part in updates 0, 2, 4, ...: half of them, rounded up.
     assert state["learner/actor/opt/count"] + state["learner/actor/gate/skipped"] == -(-updates // 2)
     assert torch.isfinite(state["learner/actor/params/mean_w"]).all()

@@ -149,7 +149,7 @@ def test_without_the_replay_a_resume_refills_it(tmp_path):
     """Learning starts with the 8th vector step; so it goes on at 20 + 8 * 2."""
     run_dir = tmp_path / "run"
     tiny_runs.run(run_dir, env_steps=20, snapshot_replay=False)
-    assert {name.partition("/")[0] for name in tiny_runs.state(run_dir)} == {"learner", "run"}
+    assert {name.partition("/")[0] for name in tiny_runs.state(run_dir)} == {"learner", "run.rank0"}
     before = tiny_runs.files(run_dir)
     with pytest.raises(UsageError, match=r"--env_steps=34: .* holds no replay, .* at 36 .*, nothing would be left"):
         tiny_runs.resume(run_dir, env_steps=34)
@@ -162,7 +162,7 @@ def test_without_the_replay_a_resume_refills_it(tmp_path):
     learned = {record["step"]: record["updates"] for record in tiny_runs.records(run_dir)}
     assert [learned[step] for step in (20, 22, 34, 36, 60)] == [3, 3, 3, 4, 16]
     # The policy acts meanwhile: the noise that it holds moves, which a random phase would leave alone.
-    assert tiny_runs.state(run_dir)["run/noise/count"] > 0
+    assert tiny_runs.state(run_dir)["run.rank0/noise/count"] > 0
 
 
 REFUSED = {
@@ -236,9 +236,9 @@ def test_a_taken_folder_is_refused_and_a_vacant_one_is_not(run_dir, tmp_path):
 
 def test_init_from_takes_networks_statistics_and_temperature_only(run_dir, tmp_path):
     with opening.open_run(tiny_runs.config(tmp_path / "fresh", seed=7)) as run:
-        fresh = run.state
+        (fresh,) = run.states
     with opening.open_run(tiny_runs.config(tmp_path / "new", seed=7, init_from=str(run_dir))) as run:
-        state, start = run.state, run.start
+        (state,), start = run.states, run.start
     old = tiny_runs.state(run_dir)
     assert start == opening.Start(0, 0, 0)
     for name, mine in tiny_runs.named(state).items():

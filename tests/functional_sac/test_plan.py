@@ -80,6 +80,13 @@ def test_learning_starts_when_the_replay_holds_enough(n_step: int, learning_star
     assert 0 <= inserted * num_envs - config.env_steps < num_envs
 
 
+def test_ranks_share_the_steps_and_each_fills_its_replay() -> None:
+    """100 steps on 3 ranks of 4: 9 vector steps; each rank has 10 rows after the third, so 7 cycles of 2."""
+    assert plan.vector_steps(SMALL, 3) == 9
+    assert plan.total_updates(SMALL, 3) == plan.settle(SMALL, 3).lr_decay_updates == 14
+    assert plan.total_updates(SMALL, 100) == 0
+
+
 def test_warm_up_of_a_thousand_on_eight() -> None:
     config = run(learning_starts=1000, num_envs=8, env_steps=2000)
     assert plan.next_learning_step(config) == 125

@@ -139,3 +139,9 @@ def test_a_full_disk_is_named(monkeypatch, run_dir):
     with pytest.raises(RunError, match=r"learning_curve.png: cannot write .*No space left on device; free space there"):
         reporting.draw_curve(run_dir, classic.make("pendulum").spec)
     assert sorted(path.name for path in run_dir.iterdir()) == [".lock", "metrics.jsonl", "run.json"]
+
+
+def test_ranks_are_averaged_where_they_differ():
+    ranks = [{"loss": 1.0, "skipped": 3}, {"loss": 2.0, "skipped": 3}, {"loss": 6.0, "skipped": 3}]
+    assert reporting.over_ranks(ranks) == {"loss": 3.0, "skipped": 3}
+    assert math.isnan(reporting.over_ranks([{"loss": 1.0}, {"loss": math.nan}])["loss"])

@@ -134,19 +134,19 @@ def test_a_place_that_cannot_be_written_is_found_before_training(tmp_path, capsy
 @pytest.mark.usefixtures("tiny")
 def test_a_full_disk_is_one_line_and_the_snapshots_before_stay(tmp_path, monkeypatch, capsys):
     """The disk is full from the snapshot of step 40 on; with space again the run goes on from 20."""
-    save, write = snapshot.save, os.write
+    write_part, write = snapshot.write_part, os.write
 
     def full(descriptor, data):
         if len(data) > 1000:
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(descriptor, data)
 
-    def saving(root, step, *args, **more):
+    def writing(root, step, *args):
         if step == 40:
             monkeypatch.setattr(os, "write", full)
-        return save(root, step, *args, **more)
+        return write_part(root, step, *args)
 
-    monkeypatch.setattr(snapshot, "save", saving)
+    monkeypatch.setattr(snapshot, "write_part", writing)
     code, out, _ = main(capsys, *tiny_runs.flags(run_dir=tmp_path))
     assert out == []
     assert re.fullmatch(r"functional-sac: .*step_000000000040: cannot write \d+ bytes .*; free space there .*", code)

@@ -52,6 +52,7 @@ def reduce_on_a_rank(constants: list[float]) -> dict[str, object]:
         statistics = {"mean": torch.tensor([0.1, here.rank]), "count": torch.tensor(2**40 + here.rank)}
         results["sums"] = collectives.sum_over_ranks(across, statistics)
         results["means"] = collectives.mean_over_ranks(across, {"mean": torch.tensor([1.0, here.rank])})
+        results["gather"] = across.gather(torch.tensor([here.rank, 0.1], dtype=torch.float64))
         assert across.size == here.size
         return results
 
@@ -111,6 +112,13 @@ def test_statistics_are_summed_in_their_own_dtype():
     assert ranks(4)[0]["means"]["mean"].tolist() == [1.0, 1.5]
     with pytest.raises(TypeError, match=r"not torch\.bfloat16"):
         collectives.single().sum(torch.zeros(2, dtype=torch.bfloat16))
+
+
+def test_gathering_is_by_rank():
+    expected = torch.tensor([[0, 0.1], [1, 0.1], [2, 0.1]], dtype=torch.float64)
+    assert tree.bits_equal(ranks(3)[0]["gather"], expected)
+    assert tree.bits_equal(vmap(collectives.simulated(3).gather)(expected)[1], expected)
+    assert tree.bits_equal(collectives.single().gather(expected[0]), expected[:1])
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

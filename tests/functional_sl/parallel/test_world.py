@@ -111,8 +111,8 @@ def leave_early(how: str) -> str:
     ("how", "expected"),
     [
         ("in a reduction", "RuntimeError: "),
-        ("with an error", "RankError: rank 0 cannot reach the other ranks at 'writing'.*own error: OSError: disk full"),
-        ("at the end", "RankError: rank 0 cannot reach the other ranks at 'the end'"),
+        ("with an error", "LostRank: rank 0 cannot reach the other ranks at 'writing'.*own error: OSError: disk full"),
+        ("at the end", "LostRank: rank 0 cannot reach the other ranks at 'the end'"),
     ],
 )
 def test_an_exception_on_one_rank_frees_the_others(how, expected):
