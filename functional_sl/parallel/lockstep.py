@@ -53,10 +53,11 @@ class Lockstep:
         Raises:
           BaseException: what the first rank that failed raised; the others are freed from their reductions.
         """
-        grad = torch.is_grad_enabled()
+        grad, kernels = torch.is_grad_enabled(), torch.get_num_threads()
 
         def call(rank: int, value: Value) -> Result:
             self._thread.rank = rank
+            torch.set_num_threads(kernels)  # a new thread starts with the environment's number
             try:
                 with torch.set_grad_enabled(grad):
                     return fn(value)
