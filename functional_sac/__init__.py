@@ -25,6 +25,7 @@ _MODULES = (
     "reward_scale",
     "train",
     "transition",
+    "updates",
     "value",
 )
 

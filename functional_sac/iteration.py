@@ -16,13 +16,14 @@ from torch import Tensor
 
 from functional_sac import acting, noise, replay, reward_scale
 from functional_sac.config import TrainConfig
-from functional_sac.cycle import Learner, SACState
+from functional_sac.cycle import Learner
 from functional_sac.envs.env import Env, TimeStep
 from functional_sac.losses import METRICS
 from functional_sac.noise import NoiseState
 from functional_sac.replay import ReplayState
 from functional_sac.reward_scale import RewardScaleState
 from functional_sac.transition import Observation, Transition
+from functional_sac.updates import SACState
 from functional_sl import keys
 from functional_sl.parallel.collectives import Collectives, single
 

@@ -6,8 +6,7 @@ knows no optimizer, no rank and no graph. The noise comes in as an argument, so 
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+import dataclasses
 from typing import NamedTuple
 
 import torch
@@ -42,15 +41,6 @@ class Goal(NamedTuple):
     max_entropy_bonus: Tensor  # ()
 
 
-class Losses(NamedTuple):
-    """The critic's goal and the three losses, closed over the static configuration."""
-
-    critic_goal: Callable[..., Goal]
-    critic: Callable[..., tuple[Tensor, Aux]]
-    actor: Callable[..., tuple[Tensor, Aux]]
-    temperature: Callable[..., tuple[Tensor, Aux]]
-
-
 def ensemble(
     params: Critic, stats: Stats, observation: Tensor, action: Tensor, *, training: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Stats]:
@@ -68,17 +58,16 @@ def ensemble(
     return torch.func.vmap(lambda leaves: member(*tree.unflatten(structure, leaves)))(leaves)
 
 
-def make_losses(config: SACConfig, action_dim: int) -> Losses:
-    """Returns the losses of a configuration."""
-    dtype = getattr(torch, config.compute_dtype)
-    entropy_goal = distributions.target_entropy(action_dim, config.target_sigma)
+@dataclasses.dataclass(frozen=True)
+class Losses:
+    """The critic's goal and the three losses over one static configuration."""
 
-    backup = functools.partial(value.bellman_target, discount=config.gamma**config.n_step)
-
-    def atoms(like: Tensor) -> Tensor:
-        return value.support(config.min_value, config.max_value, config.bins, like.device).to(like.dtype)
+    config: SACConfig
+    dtype: torch.dtype  # of the matrix products
+    entropy_goal: float  # nats
 
     def critic_goal(
+        self,
         target: Critic,
         target_stats: Stats,
         actor: Actor,
@@ -100,20 +89,20 @@ def make_losses(config: SACConfig, action_dim: int) -> Losses:
         """
         rows = batch.reward.shape[0]
         now, after = batch.observation, batch.next_observation
-        (mean, log_std), _ = networks.actor(actor, actor_stats, after.actor, training=False, dtype=dtype)
+        (mean, log_std), _ = networks.actor(actor, actor_stats, after.actor, training=False, dtype=self.dtype)
         policy = distributions.sample(mean, log_std, noise)
         observation = torch.cat([critic_view(now), critic_view(after)])
         action = torch.cat([batch.action, policy.action])
-        log_probs, target_stats = ensemble(target, target_stats, observation, action, training=True, dtype=dtype)
-        support = atoms(log_probs)
+        log_probs, target_stats = ensemble(target, target_stats, observation, action, training=True, dtype=self.dtype)
+        support = self._atoms(log_probs)
         chosen = value.pessimistic(log_probs[:, rows:], support)
         entropy_term = torch.exp(log_temperature) * policy.log_prob
-        probs = torch.func.vmap(backup, (0, 0, 0, 0, None))(
+        probs = torch.func.vmap(self._backup, (0, 0, 0, 0, None))(
             torch.exp(chosen), batch.reward, batch.terminated, entropy_term, support
         )
         return Goal(probs, observation, action, target_stats, entropy_term.amax())
 
-    def critic_loss(params: Critic, stats: CriticStats, goal: Goal) -> tuple[Tensor, Aux]:
+    def critic(self, params: Critic, stats: CriticStats, goal: Goal) -> tuple[Tensor, Aux]:
         """Cross-entropy of both critics to the goal, meaned over critics and rows.
 
         Args:
@@ -122,12 +111,15 @@ def make_losses(config: SACConfig, action_dim: int) -> Losses:
           goal: see `critic_goal`.
         """
         rows = goal.probs.shape[0]
-        log_probs, online = ensemble(params, stats.online, goal.observation, goal.action, training=True, dtype=dtype)
+        log_probs, online = ensemble(
+            params, stats.online, goal.observation, goal.action, training=True, dtype=self.dtype
+        )
         loss = -(goal.probs * log_probs[:, :rows]).sum(-1).mean()
         metrics = {"critic_loss": loss, "max_entropy_bonus": goal.max_entropy_bonus}
         return loss, Aux(CriticStats(online, goal.target_stats), metrics)
 
-    def actor_loss(
+    def actor(
+        self,
         params: Actor,
         stats: Stats,
         critic: Critic,
@@ -149,16 +141,16 @@ def make_losses(config: SACConfig, action_dim: int) -> Losses:
         """
         rows = batch.reward.shape[0]
         observation = torch.cat([batch.observation.actor, batch.next_observation.actor])
-        (mean, log_std), stats = networks.actor(params, stats, observation, training=True, dtype=dtype)
+        (mean, log_std), stats = networks.actor(params, stats, observation, training=True, dtype=self.dtype)
         policy = distributions.sample(mean, log_std, noise)
         action, log_prob = policy.action[:rows], policy.log_prob[:rows]
         log_probs, _ = ensemble(
-            critic, critic_stats, critic_view(batch.observation), action, training=False, dtype=dtype
+            critic, critic_stats, critic_view(batch.observation), action, training=False, dtype=self.dtype
         )
-        q = value.expectation(log_probs, atoms(log_probs)).amin(0)
+        q = value.expectation(log_probs, self._atoms(log_probs)).amin(0)
         loss = (torch.exp(log_temperature) * log_prob - q).mean()
-        if config.bc_alpha > 0:
-            loss = loss + config.bc_alpha * q.abs().mean().detach() * ((action - batch.action) ** 2).mean()
+        if self.config.bc_alpha > 0:
+            loss = loss + self.config.bc_alpha * q.abs().mean().detach() * ((action - batch.action) ** 2).mean()
         metrics = {
             "actor_loss": loss,
             "entropy": -log_prob.mean(),
@@ -167,10 +159,21 @@ def make_losses(config: SACConfig, action_dim: int) -> Losses:
         }
         return loss, Aux(stats, metrics)
 
-    def temperature_loss(log_temperature: Tensor, stats: tuple[()], entropy: Tensor) -> tuple[Tensor, Aux]:
+    def temperature(self, log_temperature: Tensor, stats: tuple[()], entropy: Tensor) -> tuple[Tensor, Aux]:
         """Drives the policy's entropy [()] to the target: `temperature * (entropy - target)`."""
         temperature = torch.exp(log_temperature)
-        loss = temperature * (entropy - entropy_goal)
+        loss = temperature * (entropy - self.entropy_goal)
         return loss, Aux(stats, {"temperature_loss": loss, "temperature": temperature})
 
-    return Losses(critic_goal, critic_loss, actor_loss, temperature_loss)
+    def _atoms(self, like: Tensor) -> Tensor:
+        config = self.config
+        return value.support(config.min_value, config.max_value, config.bins, like.device).to(like.dtype)
+
+    def _backup(self, *transition: Tensor) -> Tensor:
+        return value.bellman_target(*transition, discount=self.config.gamma**self.config.n_step)
+
+
+def make_losses(config: SACConfig, action_dim: int) -> Losses:
+    """Returns the losses of a configuration."""
+    goal = distributions.target_entropy(action_dim, config.target_sigma)
+    return Losses(config, getattr(torch, config.compute_dtype), goal)

@@ -18,11 +18,12 @@ import torch
 
 from functional_sac import envs, plan, replicas
 from functional_sac.config import TrainConfig
-from functional_sac.cycle import Learner, SACState, make_learner
+from functional_sac.cycle import Learner, make_learner
 from functional_sac.envs.env import Env
 from functional_sac.iteration import Iteration, TrainState, make_iteration
 from functional_sac.replicas import Replicas, States
 from functional_sac.request import MAY_CHANGE, RUNS, Request, as_usage_error, request, run_dir_of, seeds, stored
+from functional_sac.updates import SACState
 from functional_sl import capture, keys, tree, wire
 from functional_sl.parallel import watchdog
 from functional_sl.parallel.errors import RankError

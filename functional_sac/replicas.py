@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from functional_sac.config import TrainConfig
-from functional_sac.cycle import SACState
 from functional_sac.iteration import TrainState
+from functional_sac.updates import SACState
 from functional_sl import tree
 from functional_sl.parallel import collectives
 from functional_sl.parallel.collectives import Collectives

@@ -10,7 +10,10 @@ import sys
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parent.parent
+import functional_sl
+
+# Where the packages lie: a checkout, or an environment in which they are installed.
+ROOT = pathlib.Path(functional_sl.__file__).parent.parent
 PACKAGES = ("functional_sl", "functional_sac")
 
 # A room is a module or a folder of a package; each may import the rooms that stand behind it, and itself.
@@ -43,14 +46,14 @@ SAC = {
     "replay": "envs transition | keys",
     "acting": "networks | keys",
     "losses": "config distributions networks transition value | step tree",
-    "cycle": "config envs losses networks replay reward_scale transition "
-    "| keys loss_scale optim parallel schedules step tree",
-    "iteration": "acting config cycle envs losses noise replay reward_scale transition | keys parallel",
-    "replicas": "config cycle iteration | parallel tree",
+    "updates": "config envs losses networks transition | keys loss_scale optim parallel schedules step tree",
+    "cycle": "config envs losses networks replay reward_scale transition updates | keys parallel schedules tree",
+    "iteration": "acting config cycle envs losses noise replay reward_scale transition updates | keys parallel",
+    "replicas": "config iteration updates | parallel tree",
     "evaluation": "acting envs networks",
     "reporting": "acting envs evaluation iteration reward_scale | run schedules",
     "request": "config | parallel run",
-    "opening": "config cycle envs iteration plan replicas request | capture keys parallel run tree wire",
+    "opening": "config cycle envs iteration plan replicas request updates | capture keys parallel run tree wire",
     "loop": "config evaluation iteration opening plan reporting request | keys parallel run tree",
     "train": "config loop presets | parallel run",
 }

@@ -1,0 +1,163 @@
+"""One update of FlashSAC in its two halves: actor with temperature, and the critics with their target.
+
+Each half changes a part of the learner's state and reads the rest, so that a half can be compiled by itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from functional_sac import losses, networks
+from functional_sac.config import SACConfig
+from functional_sac.envs.env import EnvSpec
+from functional_sac.losses import Losses
+from functional_sac.networks import Actor, Critic, Stats
+from functional_sac.transition import Transition
+from functional_sl import keys, loss_scale, optim, schedules, tree
+from functional_sl.loss_scale import LossScale, LossScaleState
+from functional_sl.parallel.collectives import Collectives
+from functional_sl.schedules import Schedule
+from functional_sl.step import Loss, Step, StepState, make_step
+
+Metrics = dict[str, Tensor]
+
+
+class SACState(NamedTuple):
+    """Everything that learning changes, but the replay."""
+
+    key: Tensor  # [2] int64
+    updates: Tensor  # () int64, updates over the whole run
+    actor: StepState
+    critic: StepState  # both critics stacked [2, ...]; its statistics are a CriticStats
+    target: Critic  # parameters of both target critics, stacked [2, ...]
+    temperature: StepState  # params: the log temperature, ()
+    scale: LossScaleState  # of the float16 loss; at rest otherwise
+
+
+class PolicyPart(NamedTuple):
+    """What an update of actor and temperature changes."""
+
+    actor: StepState
+    temperature: StepState
+    scale: LossScaleState
+
+
+class CriticPart(NamedTuple):
+    """What an update of the critics changes."""
+
+    critic: StepState
+    target: Critic
+    scale: LossScaleState
+
+
+@dataclasses.dataclass(frozen=True)
+class Updates:
+    """The static parts of a learner, and the pure functions over its state that they make."""
+
+    config: SACConfig
+    spec: EnvSpec
+    loss: Losses
+    actor: Step
+    critic: Step
+    temperature: Step
+    scaler: LossScale
+    rate: Schedule
+
+    def init(self, key: Tensor) -> SACState:
+        """Returns fresh networks, optimizers and counters; the target critics start as the critics."""
+        config, spec = self.config, self.spec
+        key, actor_key, critic_key = keys.split(key, 3)
+        actor = networks.init_actor(actor_key, spec.actor_dim, spec.action_dim, config.actor_width, config.num_blocks)
+        critic_dim = (spec.critic_dim or spec.actor_dim) + spec.action_dim
+        members = [
+            networks.init_critic(k, critic_dim, config.bins, config.critic_width, config.num_blocks)
+            for k in keys.split(critic_key, 2)
+        ]
+        critic, stats = tree.stack(members)
+        log_temperature = torch.full((), math.log(config.initial_temperature), device=key.device)
+        return SACState(
+            key=key.clone(),
+            updates=torch.zeros((), dtype=torch.int64, device=key.device),
+            actor=self.actor.init(*actor),
+            critic=self.critic.init(critic, losses.CriticStats(stats, stats)),
+            target=tree.clone(critic),
+            temperature=self.temperature.init(log_temperature),
+            scale=self.scaler.init(key.device),
+        )
+
+    def policy(
+        self, part: PolicyPart, critic: Critic, stats: Stats, batch: Transition, noise: Tensor
+    ) -> tuple[PolicyPart, Metrics]:
+        """Updates the actor, then the temperature with the entropy of the actor before its step.
+
+        Args:
+          part: what changes.
+          critic: both online critics, stacked [2, ...].
+          stats: their statistics.
+          batch: [B, ...], rewards scaled.
+          noise: [2B, A] standard normal.
+        """
+        log_temperature, scale = part.temperature.params, self._scale(part)
+        actor, ok, aux = self.actor.update(part.actor, critic, stats, log_temperature, batch, noise, scale=scale)
+        temperature, _, heat = self.temperature.update(part.temperature, aux.metrics["entropy"])
+        return PolicyPart(actor, temperature, self._rescale(part.scale, ok)), {**aux.metrics, **heat.metrics}
+
+    def critics(
+        self, part: CriticPart, actor: Actor, stats: Stats, log_temperature: Tensor, batch: Transition, noise: Tensor
+    ) -> tuple[CriticPart, Metrics]:
+        """Updates the critics, then moves the target towards them, unless the gate is closed.
+
+        Args:
+          part: what changes.
+          actor: the policy's parameters.
+          stats: its statistics.
+          log_temperature: ().
+          batch: [B, ...], rewards scaled.
+          noise: [B, A] standard normal.
+        """
+        target_stats = part.critic.stats.target
+        goal = self.loss.critic_goal(part.target, target_stats, actor, stats, log_temperature, batch, noise)
+        critic, ok, aux = self.critic.update(part.critic, goal, scale=self._scale(part))
+        target = tree.where(ok, tree.lerp(part.target, critic.params, self.config.tau), part.target)
+        return CriticPart(critic, target, self._rescale(part.scale, ok)), aux.metrics
+
+    def _scale(self, part: PolicyPart | CriticPart) -> Tensor | None:
+        return part.scale.scale if self.config.compute_dtype == "float16" else None
+
+    def _rescale(self, state: LossScaleState, ok: Tensor) -> LossScaleState:
+        return self.scaler.update(state, ok) if self.config.compute_dtype == "float16" else state
+
+
+def make_updates(config: SACConfig, spec: EnvSpec, collectives: Collectives) -> Updates:
+    """Builds the updates of a configuration for a task.
+
+    Raises:
+      ValueError: if `lr_decay_updates` is not set.
+    """
+    if config.lr_decay_updates == 0:
+        raise ValueError("lr_decay_updates=0: a learner does not know the run's length; set its number of updates")
+    loss = losses.make_losses(config, spec.action_dim)
+    rate = schedules.warmup_cosine(
+        config.lr_init, config.lr_peak, config.lr_end, config.lr_warmup_updates, config.lr_decay_updates
+    )
+
+    def step(loss: Loss, project: Callable[[tree.Tree], tree.Tree] | None = None) -> Step:
+        wire = config.dp_gradient_wire_dtype
+        return make_step(loss, optim.adam(rate), collectives, wire_dtype=wire, project=project)
+
+    return Updates(
+        config=config,
+        spec=spec,
+        loss=loss,
+        actor=step(loss.actor, networks.project),
+        critic=step(loss.critic, networks.project),
+        temperature=step(loss.temperature),
+        scaler=loss_scale.dynamic(),
+        rate=rate,
+    )
