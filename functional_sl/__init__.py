@@ -13,6 +13,7 @@ _MODULES = (
     "losses",
     "optim",
     "parallel",
+    "report",
     "run",
     "schedules",
     "step",

@@ -30,6 +30,7 @@ SL = {
     "parallel": "tree wire",
     "step": "tree wire gate optim parallel",
     "run": "tree",
+    "report": "run",
 }
 # What stands before the bar is of functional_sac, behind it of functional_sl.
 SAC = {

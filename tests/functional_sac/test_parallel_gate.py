@@ -31,12 +31,13 @@ def poisoned_updates(across: collectives.Collectives, rank: int, case: str):
     config, spec = tiny_runs.config(), tiny_runs.short_pendulum().spec
     made = losses.make_losses(config, spec.action_dim)
 
-    def actor(params, stats, critic, critic_stats, log_temperature, batch, noise):
-        value, aux = made.actor(params, stats, critic, critic_stats, log_temperature, batch, noise)
-        return value + POISONS[case](batch.observation.actor[0, 0] > 50, params.mean_b.sum()), aux
+    class Poisoned(losses.Losses):
+        def actor(self, params, stats, critic, critic_stats, log_temperature, batch, noise):
+            value, aux = super().actor(params, stats, critic, critic_stats, log_temperature, batch, noise)
+            return value + POISONS[case](batch.observation.actor[0, 0] > 50, params.mean_b.sum()), aux
 
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr(losses, "make_losses", lambda *args: made._replace(actor=actor))
+        patch.setattr(losses, "make_losses", lambda *args: Poisoned(made.config, made.dtype, made.entropy_goal))
         learner = cycle.make_learner(config, spec, across)
     state, after = learner.init(keys.key(0)), []
     for k in range(3):
