@@ -31,6 +31,8 @@ SL = {
     "step": "tree wire gate optim parallel",
     "run": "tree",
     "report": "run",
+    "bundle": "run tree",
+    "recipe": "bundle run step tree",
 }
 # What stands before the bar is of functional_sac, behind it of functional_sl.
 SAC = {
