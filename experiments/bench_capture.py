@@ -1,8 +1,11 @@
-"""One learner cycle on a GPU: captured as one CUDA graph against the same compiled regions launched one by one.
+"""One learner cycle on GPUs: captured as one CUDA graph against the same compiled regions launched one by one.
 
     python -m experiments.bench_capture --compute_dtype=bfloat16
+    torchrun --standalone --nproc-per-node=2 -m experiments.bench_capture --compute_dtype=bfloat16
 
-Both start from the same state; after the timed cycles they must agree bit by bit.
+Both start from the same state; after the timed cycles they must agree bit by bit, and so must the ranks. Under
+torchrun, and with `--group` on one rank, the gradients of every update are reduced by NCCL inside the graph, once for
+each of `--wires`; the same cycle without reductions is timed beside it.
 """
 
 from __future__ import annotations
@@ -20,11 +23,17 @@ import torch
 from experiments.bench_learner import SIZES, machine, setting
 from experiments.learner_agreement import as_transition, transitions
 from functional_sac import replay, reward_scale
+from functional_sac.config import SACConfig
 from functional_sac.cycle import make_learner
-from functional_sl import capture, keys, tree
+from functional_sac.updates import SACState
+from functional_sl import capture, keys, tree, wire
+from functional_sl.parallel import collectives
+from functional_sl.parallel.collectives import Collectives
+from functional_sl.parallel.world import World, agree, check_equal, gather, world
 from functional_sl.run import cli
 
 ROWS = 100_000
+Cycle = Callable[[tree.Tree], tuple[tree.Tree, dict[str, torch.Tensor]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,27 +43,44 @@ class Settings:
     size: str = cli.option("g1", "Networks, batch and observations.", choices=tuple(SIZES))
     updates: int = cli.option(6, "Critic updates in a cycle; every second one updates the actor.")
     compute_dtype: str = cli.option("float32", "Type of the matrix products.", choices=("float32", "bfloat16"))
+    wires: str = cli.option("float32,bfloat16", "Types in which gradients travel, with several ranks or --group.")
+    group: bool = cli.option(False, "Reduce over a process group on one rank too.")
     compile: bool = cli.option(True, "Compile the regions.")
     cycles: int = cli.option(100, "Timed cycles of each.")
-    json: str | None = cli.option(None, "File to which the results are appended as one line.")
+    json: str | None = cli.option(None, "File to which the results are appended, a line each.")
 
 
-def build(settings: Settings) -> tuple[tree.Tree, Callable[[tree.Tree], tuple[tree.Tree, dict[str, torch.Tensor]]]]:
-    """Returns a state (learner, replay, reward scale) and its cycle."""
-    config, spec = setting(settings.size)
-    config = dataclasses.replace(config, updates_per_step=settings.updates, compute_dtype=settings.compute_dtype)
+def configure(settings: Settings, wire_dtype: str = "float32") -> SACConfig:
+    """Returns the algorithm's configuration."""
+    changes = {"updates_per_step": settings.updates, "compute_dtype": settings.compute_dtype}
+    return dataclasses.replace(setting(settings.size)[0], **changes, dp_gradient_wire_dtype=wire_dtype)
+
+
+def build(settings: Settings, config: SACConfig, across: Collectives, rank: int) -> tuple[tree.Tree, Cycle]:
+    """Returns a state (learner, replay, reward scale) and its cycle over the ranks of `across`."""
+    spec = setting(settings.size)[1]
     wrap = {"wrap": capture.compiled} if settings.compile else {}
-    learner = make_learner(config, spec, **wrap)
+    learner = make_learner(config, spec, across, **wrap)
     columns = replay.fields(spec)
     empty = replay.init(columns, ROWS, ROWS, device="cuda")
     buffer = replay.insert(empty, as_transition(spec, transitions(spec, ROWS, "cuda")), columns, config.gamma)
-    state = (learner.init(keys.key(0, "cuda")), buffer, reward_scale.init(1, device="cuda"))
+    sac = learner.init(keys.key(0, "cuda"))
+    state = (sac._replace(key=keys.fold_in(sac.key, rank)), buffer, reward_scale.init(1, device="cuda"))
 
     def cycle(state: tree.Tree) -> tuple[tree.Tree, dict[str, torch.Tensor]]:
         sac, metrics = learner.cycle(*state, 0)
         return (sac, *state[1:]), metrics
 
     return state, cycle
+
+
+def wire_bytes(config: SACConfig, state: SACState) -> int:
+    """Returns the bytes that one rank hands to the all-reduces of gradients in one cycle."""
+    total, actors = 0, -(-config.updates_per_step // config.actor_update_period)
+    for name, updates in (("critic", config.updates_per_step), ("actor", actors), ("temperature", actors)):
+        layout = wire.layout(getattr(state, name).params, config.dp_gradient_wire_dtype)
+        total += updates * (layout.size + 1) * layout.travels_as.itemsize
+    return total
 
 
 def milliseconds(run: Callable[[], None], cycles: int) -> dict[str, float]:
@@ -80,14 +106,16 @@ def kernels(run: Callable[[], None]) -> int:
 
 
 @torch.no_grad()
-def measure(settings: Settings) -> dict[str, Any]:
-    """Times both ways of running the cycle and checks that they agree."""
-    state, cycle = build(settings)
+def measure(settings: Settings, here: World, wire_dtype: str) -> dict[str, Any]:
+    """Times the cycle launched and captured, checks that they and the ranks agree; the worst rank counts."""
+    config = configure(settings, wire_dtype)
+    state, cycle = build(settings, config, collectives.over(here), here.rank)
     begin = time.perf_counter()
     plain, _ = cycle(state)
     torch.cuda.synchronize()
     compile_s = time.perf_counter() - begin
-    captured, owned = capture.Captured(cycle), tree.clone(state)
+    hooks = capture.Hooks(after_capture=lambda error: agree(here, error, "capturing the cycle"))
+    captured, owned = capture.Captured(cycle, hooks), tree.clone(state)
     begin = time.perf_counter()
     owned, _ = captured(owned)
     torch.cuda.synchronize()
@@ -105,26 +133,54 @@ def measure(settings: Settings) -> dict[str, Any]:
         "captured": milliseconds(replay_graph, settings.cycles),
     }
     equal = tree.bits_equal(plain[0], owned[0])
+    if here.data_group:
+        check_equal(here, "the learner", tree.digest(owned[0]._replace(key=())))
     launched = kernels(replay_graph)
     captured.close()
     return {
-        **machine(), **dataclasses.asdict(settings), "ms_per_cycle": found, "equal": equal, "kernels": launched,
+        "wire": wire_dtype, "ms_per_cycle": worst(here, found), "equal": all(gather(here, equal)),
+        "kernels": launched, "wire_bytes": wire_bytes(config, state[0]) if here.data_group else 0,
         "compile_s": round(compile_s, 1), "capture_s": round(capture_s, 1),
     }  # fmt: skip
 
 
+def worst(here: World, times: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    """Returns the longest times of any rank."""
+    every = gather(here, times)
+    return {way: {name: max(rank[way][name] for rank in every) for name in found} for way, found in times.items()}
+
+
 def main() -> None:
-    """Times both and prints the result; exits with 1 if they disagree."""
+    """Times all ways and prints the results; exits with 1 if they disagree."""
     with cli.exit_on_usage_error("bench_capture"):
         settings = cli.parse(Settings, program="bench_capture", description=__doc__).config
         if not torch.cuda.is_available():
             raise cli.UsageError("torch sees no CUDA device, and a CUDA graph needs one")
-    result = measure(settings)
-    print(json.dumps(result))
-    if settings.json:
-        with Path(settings.json).open("a") as file:
-            file.write(json.dumps(result) + "\n")
-    raise SystemExit(0 if result["equal"] else 1)
+    equal = True
+    with world("cuda", force_group=settings.group) as here:
+        alone = dataclasses.replace(here, data_group=None)
+        runs = [(alone, "float32"), *((here, name) for name in settings.wires.split(",") if here.data_group)]
+        for ranks, name in runs:
+            result = measure(settings, ranks, name)
+            equal &= result["equal"]
+            if here.rank == 0:
+                report({**machine(), **dataclasses.asdict(settings), "ranks": here.size, **result}, ranks is alone)
+    raise SystemExit(0 if equal else 1)
+
+
+def report(result: dict[str, Any], alone: bool) -> None:
+    """Prints one result and appends it to the file of results."""
+    times = {way: f"{found['median']:.2f}" for way, found in result["ms_per_cycle"].items()}
+    what = "no reduction" if alone else f"{result['wire']} wire, {result['wire_bytes'] / 1e6:.2f} MB a cycle"
+    print(
+        f"{result['ranks']} ranks, {result['compute_dtype']}, {what}: captured {times['captured']} ms, launched "
+        f"{times['uncaptured']} ms, {result['kernels']} kernels, equal {result['equal']}, compile "
+        f"{result['compile_s']} s, capture {result['capture_s']} s",
+        flush=True,
+    )
+    if result["json"]:
+        with Path(result["json"]).open("a") as file:
+            file.write(json.dumps({**result, "reduced": not alone}) + "\n")
 
 
 if __name__ == "__main__":

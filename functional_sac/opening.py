@@ -28,7 +28,7 @@ from functional_sl import capture, keys, tree, wire
 from functional_sl.parallel import watchdog
 from functional_sl.parallel.errors import RankError
 from functional_sl.parallel.watchdog import Watchdog
-from functional_sl.parallel.world import broadcast, divert_output, gather, guard, world
+from functional_sl.parallel.world import agree, broadcast, divert_output, gather, guard, world
 from functional_sl.run import board, cli, identity, runlog, snapshot
 from functional_sl.run.manifest import Part
 from functional_sl.run.manifest import read as read_manifest
@@ -260,7 +260,13 @@ def _iterate(iteration: Iteration, config: TrainConfig, ranks: Replicas) -> capt
     # A float16 scaler and eager kernels run the same function uncaptured.
     suited = ranks.world.device.type == "cuda" and config.compile == "true" and config.compute_dtype != "float16"
     wanted = ranks.size == 1 or config.dp_whole_cycle_cuda_graph
-    return capture.Captured(iterate) if suited and wanted else capture.Eager(iterate)
+    return capture.Captured(iterate, _hooks(ranks)) if suited and wanted else capture.Eager(iterate)
+
+
+def _hooks(ranks: Replicas) -> capture.Hooks:
+    """Returns the hooks by which ranks start a capture together, and one's failure is an error of all."""
+    where = functools.partial(agree, ranks.world, where="capturing the iteration")
+    return capture.Hooks(before_capture=functools.partial(where, None), after_capture=where)
 
 
 def _restore(states: States, config: TrainConfig, ranks: Replicas, source: Path | None) -> tuple[States, Start]:

@@ -89,10 +89,16 @@ class CaptureError(RuntimeError):
 
 
 class Hooks(NamedTuple):
-    """What the owner does around captures and replays; ranks synchronise there, for instance."""
+    """What the owner does around captures and replays; ranks synchronise there, for instance.
+
+    Attributes:
+      before_capture: called once a capture, before the warm-up.
+      after_capture: called once a capture with its error, or None; it may raise another in its place.
+      before_replay: called once a replay.
+    """
 
     before_capture: Callable[[], None] = lambda: None
-    after_capture: Callable[[], None] = lambda: None
+    after_capture: Callable[[CaptureError | None], None] = lambda error: None
     before_replay: Callable[[], None] = lambda: None
 
 
@@ -217,24 +223,32 @@ class Captured:
 
     def _capture(self, inputs: tuple[tree.Tree, ...], static: dict[str, Hashable]) -> _Graph:
         held = tree.clone(inputs)
-        self._stream = self._stream or torch.cuda.Stream()
-        graph = torch.cuda.CUDAGraph()
         self._hooks.before_capture()
         try:
-            self._stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._stream):
-                for _ in range(self.WARM_UPS):
-                    self._fn(self._state, *held, **static)
-            torch.cuda.current_stream().wait_stream(self._stream)
-            torch.cuda.synchronize()
-            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
-                new, outputs = self._fn(self._state, *held, **static)
-                self._donate(new)
-        except Exception as error:
-            raise CaptureError(f"cannot capture {static or 'the function'} as a CUDA graph: {error}") from error
-        self._hooks.after_capture()
+            graph, outputs = self._record(held, static)
+        except Exception as cause:
+            error = CaptureError(f"cannot capture {static or 'the function'} as a CUDA graph: {cause}")
+            self._hooks.after_capture(error)
+            raise error from cause
+        self._hooks.after_capture(None)
         self.captures += 1
         return _Graph(graph, held, tree.leaves(held), outputs)
+
+    def _record(
+        self, inputs: tuple[tree.Tree, ...], static: dict[str, Hashable]
+    ) -> tuple[torch.cuda.CUDAGraph, tree.Tree]:
+        self._stream = self._stream or torch.cuda.Stream()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for _ in range(self.WARM_UPS):
+                self._fn(self._state, *inputs, **static)
+        torch.cuda.current_stream().wait_stream(self._stream)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+            new, outputs = self._fn(self._state, *inputs, **static)
+            self._donate(new)
+        return graph, outputs
 
     def _donate(self, new: tree.Tree) -> None:
         """Copies the new state into the owned buffers."""

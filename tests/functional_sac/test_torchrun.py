@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import tiny_runs
+import torch
 from equal import assert_bits_equal
 
 ROOT = Path(__file__).parents[2]
@@ -81,12 +82,19 @@ def dist_port():
     yield port
 
 
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_lost_process_ends_the_job_and_a_resume_finishes_it(tmp_path, number):
-    """A stopped process is torchrun's to kill, 30 s after the watchdog of rank 0 has ended it."""
-    lengths = {"env_steps": 20_000, "snapshot_every": 400, "eval_every": 20_000, "log_every": 100, "timeout_s": 5}
-    argv = [*tiny_runs.flags(**SIZES | lengths), "--run_dir=run"]
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=two_gpus)])
+def test_a_lost_process_ends_the_job_and_a_resume_finishes_it(tmp_path, number, device):
+    """A stopped process is torchrun's to kill, 30 s after the watchdog of rank 0 has ended it.
+
+    On two GPUs the rank is lost inside a replayed graph.
+    """
+    lengths = {"env_steps": 200_000, "snapshot_every": 400, "eval_every": 200_000, "log_every": 100, "timeout_s": 5}
+    argv = [*tiny_runs.flags(**SIZES | lengths | {"device": device}), "--run_dir=run"]
     process = torchrun(tmp_path, "--nproc-per-node=2", argv=argv)
     metrics = tmp_path / "run" / "metrics.jsonl"
     while not (metrics.exists() and metrics.read_bytes().count(b"\n") > 10):

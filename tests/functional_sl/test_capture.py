@@ -122,12 +122,15 @@ def test_load_goes_on_from_other_values_and_another_state_captures_anew() -> Non
 
 @needs_cuda
 def test_hooks_fire_once_a_capture_and_once_a_replay() -> None:
-    calls: list[str] = []
-    hooks = capture.Hooks(*(lambda name=name: calls.append(name) for name in capture.Hooks._fields))
-    captured, state, step = capture.Captured(walk, hooks), at_start(), torch.ones(3, device="cuda")
+    calls: list[tuple] = []
+    captured, state, step = capture.Captured(walk, recorded(calls)), at_start(), torch.ones(3, device="cuda")
     for _ in range(3):
         captured(state, step, double=False)
-    assert calls == ["before_capture", "after_capture", *["before_replay"] * 3]
+    assert calls == [("before_capture",), ("after_capture", None), *[("before_replay",)] * 3]
+
+
+def recorded(calls: list[tuple]) -> capture.Hooks:
+    return capture.Hooks(*(lambda *found, name=name: calls.append((name, *found)) for name in capture.Hooks._fields))
 
 
 @needs_cuda
@@ -135,8 +138,10 @@ def test_what_cannot_be_captured_raises() -> None:
     def reads(state: Walk, step: Tensor) -> tuple[Walk, Tensor]:
         return state._replace(count=state.count + int(state.count)), step
 
-    with pytest.raises(capture.CaptureError, match="cannot capture"):
-        capture.Captured(reads)(at_start(), torch.ones(3, device="cuda"))
+    calls: list[tuple] = []
+    with pytest.raises(capture.CaptureError, match="cannot capture") as raised:
+        capture.Captured(reads, recorded(calls))(at_start(), torch.ones(3, device="cuda"))
+    assert calls == [("before_capture",), ("after_capture", raised.value)]
     torch.cuda.synchronize()
 
 

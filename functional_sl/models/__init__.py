@@ -1,0 +1,1 @@
+"""Models as pure functions: init(key, ...) -> parameters, apply(parameters, ...) -> outputs."""

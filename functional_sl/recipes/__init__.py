@@ -1,0 +1,1 @@
+"""Supervised tasks that come with the package; each module's `build` is a recipe for `functional_sl.train`."""

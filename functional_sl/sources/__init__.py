@@ -1,0 +1,1 @@
+"""Where data comes from: stored episodes, demonstrations and simulated motion."""
