@@ -47,6 +47,7 @@ class Settings:
     group: bool = cli.option(False, "Reduce over a process group on one rank too.")
     compile: bool = cli.option(True, "Compile the regions.")
     cycles: int = cli.option(100, "Timed cycles of each.")
+    profile: bool = cli.option(False, "Print the kernels that take the longest.")
     json: str | None = cli.option(None, "File to which the results are appended, a line each.")
 
 
@@ -96,12 +97,18 @@ def milliseconds(run: Callable[[], None], cycles: int) -> dict[str, float]:
     return {"median": statistics.median(times), "min": min(times), "max": max(times)}
 
 
-def kernels(run: Callable[[], None]) -> int:
-    """Returns the number of kernels that one cycle launches."""
+def kernels(run: Callable[[], None], show: bool) -> int:
+    """Returns the number of kernels that one cycle launches, and prints what they take if asked."""
     activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         run()
         torch.cuda.synchronize()
+    if show:
+        total: dict[str, list[float]] = {}
+        for event in profile.events():
+            total.setdefault(event.name, []).append(event.device_time)
+        for name, times in sorted(total.items(), key=lambda item: -sum(item[1]))[:40]:
+            print(f"{sum(times) / 1e3:8.3f} ms {len(times):5d} times {name[:100]}")
     return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
 
 
@@ -135,7 +142,7 @@ def measure(settings: Settings, here: World, wire_dtype: str) -> dict[str, Any]:
     equal = tree.bits_equal(plain[0], owned[0])
     if here.data_group:
         check_equal(here, "the learner", tree.digest(owned[0]._replace(key=())))
-    launched = kernels(replay_graph)
+    launched = kernels(replay_graph, settings.profile and here.rank == 0)
     captured.close()
     return {
         "wire": wire_dtype, "ms_per_cycle": worst(here, found), "equal": all(gather(here, equal)),

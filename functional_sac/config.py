@@ -120,8 +120,8 @@ class TrainConfig(SACConfig):
 
     task: str = option(
         "pendulum",
-        "Task: pendulum, cartpole_swingup, cartpole_balance, reacher, reacher_asymmetric, or package.module:function "
-        "of one of your own.",
+        "Task: pendulum, cartpole_swingup, cartpole_balance, reacher, reacher_asymmetric, a gymnasium id such as "
+        "HalfCheetah-v5, or package.module:function of one of your own.",
         group="Run",
     )
     sim: str = option(
@@ -146,6 +146,11 @@ class TrainConfig(SACConfig):
         "auto",
         "Compile the updates; auto does on CUDA, and on a CPU from 20,000 updates on.",
         choices=("auto", "true", "false"),
+    )
+    cuda_process_sharing: str | None = option(
+        None,
+        "With mps, run in the recorded MPS service of the rank's GPU (see functional_sac.cuda_mps), never without it.",
+        choices=("mps",),
     )
     dp_whole_cycle_cuda_graph: bool = option(
         True, "On CUDA with several ranks, capture whole iterations as one graph, as one rank does."

@@ -1,5 +1,11 @@
 """One training iteration as a pure function: act, step the environments, insert, learn.
 
+Where the environments live on the host, the step is not part of it: `act` before and `store` after it are pure.
+
+A step whose reward, observation or successor is not finite is refused: it leaves no row in the replay, no trace in
+the reward scale and no episode in the totals, but counts as an environment step. Its environment begins a new episode
+(the environment sees to that), and n-step windows end before it as at a truncation.
+
 The state of a run is one `TrainState` a rank. A leading axis of seeds is added by `torch.func.vmap`: N learners with
 their environments in one process.
 """
@@ -17,7 +23,8 @@ from torch import Tensor
 from functional_sac import acting, noise, replay, reward_scale
 from functional_sac.config import TrainConfig
 from functional_sac.cycle import Learner
-from functional_sac.envs.env import Env, TimeStep
+from functional_sac.envs.env import Env, TimeStep, finite
+from functional_sac.envs.host import HostEnv
 from functional_sac.losses import METRICS
 from functional_sac.noise import NoiseState
 from functional_sac.replay import ReplayState
@@ -50,6 +57,7 @@ class TrainState(NamedTuple):
     done: Tensor  # [N] bool, an episode ended in the last step
     key: Tensor  # [2] int64, of acting
     env_steps: Tensor  # () int64, over all environments of all ranks
+    refused: Tensor  # () int64, steps of this rank whose numbers were not finite
     episodes: Episodes
     metrics: dict[str, Tensor]  # () float32 each, the last value of every metric of the learner; NaN before the first
 
@@ -62,15 +70,22 @@ class Iteration(NamedTuple):
         environments, acting and sampling draw from keys of the rank's own.
       step: `(state, random) -> state`, one vector step; actions are uniform if `random`, else the policy explores.
       learn: `(state, phase) -> state`, one cycle.
+      act: `(state, random) -> (state, action [N, A])`, the part of a step before the environments.
+      store: `(state, action, environments' state, time step, present) -> state`, the part behind them; `present`
+        [N] bool tells where a step was taken at all.
+      restart: `(state, environments' state, observation) -> state`: goes on with new episodes.
     """
 
     init: Callable[..., TrainState]
     step: Callable[[TrainState, bool], TrainState]
     learn: Callable[[TrainState, int], TrainState]
+    act: Callable[[TrainState, bool], tuple[TrainState, Tensor]]
+    store: Callable[[TrainState, Tensor, NamedTuple, TimeStep, Tensor | None], TrainState]
+    restart: Callable[[TrainState, NamedTuple, Observation], TrainState]
 
 
 def make_iteration(
-    config: TrainConfig, env: Env, learner: Learner, collectives: Collectives | None = None
+    config: TrainConfig, env: Env | HostEnv, learner: Learner, collectives: Collectives | None = None
 ) -> Iteration:
     """Builds the iteration of a configuration, an environment and a learner.
 
@@ -105,6 +120,7 @@ def make_iteration(
             done=torch.zeros(num_envs, dtype=torch.bool, device=device),
             key=acting_key.clone(),
             env_steps=torch.zeros((), dtype=torch.int64, device=device),
+            refused=torch.zeros((), dtype=torch.int64, device=device),
             episodes=Episodes(
                 count=torch.zeros((), dtype=torch.int64, device=device),
                 returns=torch.zeros((), dtype=torch.float64, device=device),
@@ -124,19 +140,34 @@ def make_iteration(
         action = acting.explore(policy.params, policy.stats, state.observation.actor, held.noise, dtype)
         return state._replace(noise=held), action
 
-    def store(state: TrainState, action: Tensor, env_state: NamedTuple, step: TimeStep) -> TrainState:
-        done = step.terminated | step.truncated
+    def store(
+        state: TrainState, action: Tensor, env_state: NamedTuple, step: TimeStep, present: Tensor | None = None
+    ) -> TrainState:
+        sound = finite(state.observation, step.reward) & finite(step.final_observation, step.reward)
+        valid, refused = (sound, ~sound) if present is None else (sound & present, ~sound & present)
+        taken = num_envs if present is None else present.sum()
+        done = (step.terminated | step.truncated) & valid
         transition = Transition(
             state.observation, action, step.reward, step.terminated, step.truncated, step.final_observation
         )
         return state._replace(
-            replay=replay.insert(state.replay, transition, columns, config.gamma),
-            scale=scaled(state.scale, step.reward, done, config.gamma),
+            replay=replay.insert(state.replay, transition, columns, config.gamma, valid),
+            scale=scaled(state.scale, step.reward, done, config.gamma, valid=valid),
             env=env_state,
             observation=step.observation,
-            done=done,
-            env_steps=state.env_steps + num_envs * across.size,
+            done=done | refused,
+            env_steps=state.env_steps + taken * across.size,
+            refused=state.refused + refused.sum(),
             episodes=_count(state.episodes, step, done),
+        )
+
+    def restart(state: TrainState, env_state: NamedTuple, observation: Observation) -> TrainState:
+        return state._replace(
+            replay=replay.cut(state.replay),
+            scale=state.scale._replace(returns=torch.zeros_like(state.scale.returns)),
+            env=env_state,
+            observation=observation,
+            done=torch.ones_like(state.done),
         )
 
     def step(state: TrainState, random: bool) -> TrainState:
@@ -147,7 +178,7 @@ def make_iteration(
         sac, metrics = learner.cycle(state.sac, state.replay, state.scale, phase)
         return state._replace(sac=sac, metrics=state.metrics | metrics)
 
-    return Iteration(init, step, learn)
+    return Iteration(init, step, learn, act, store, restart)
 
 
 class Prior(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from functional_sac import evaluation, opening, plan, reporting, request
 from functional_sac.config import TrainConfig
+from functional_sac.envs.host import RenderError
 from functional_sac.iteration import Episodes
 from functional_sac.opening import Run
 from functional_sac.reporting import Mark
@@ -58,10 +60,12 @@ class _Loop:
         self._run, self._config = run, run.config
         self._states, self._ranks = run.states, run.ranks
         self._begun: set[tuple[bool, int | None]] = set()  # kinds of iteration that have run, hence are compiled
-        self._env_steps, self._updates, self._inserted = run.start[:3]
+        self._env_steps, self._updates, self._vector_steps = run.start[:3]
+        self._idle = 0  # steps in which an environment only began an episode
         self._evaluation: dict[str, Any] = {}
         self._begin = self._mark = self._now()
         self._blocked = 0  # updates that the critics' gate has skipped in a row, by the last record
+        self._refused, self._said_refused = 0, 0  # steps of all ranks whose numbers were not finite, by the last record
         self._finished, self.stopped = False, ""
 
     @property
@@ -72,16 +76,18 @@ class _Loop:
     def advance(self, stop: signals.Stop, progress: Progress) -> None:
         """Takes one vector step, learns, and writes down what is due."""
         config = self._config
-        turn = plan.turn(config, self._inserted, learned=self._updates > 0)
+        inserted = self._vector_steps - math.ceil(self._idle / config.num_envs)
+        turn = plan.turn(config, inserted, learned=self._updates > 0)
         phase = self._updates // config.updates_per_step % self._run.learner.phases if turn.learn else None
-        self._iterate(turn.random, phase)
+        idle = self._iterate(turn.random, phase)
         self._updates += config.updates_per_step if turn.learn else 0
         before, together = self._env_steps, config.num_envs * self._ranks.size
-        self._env_steps += together
-        self._inserted += 1
+        self._env_steps += together - idle
+        self._vector_steps += 1
+        self._idle += idle
         self._finished = self._env_steps >= config.env_steps
         self.stopped = "" if self._finished else self._stop(stop)
-        self._write_down(plan.due(config, before, self._env_steps, self._finished))
+        self._write_down(plan.due(config, before, self._env_steps, self._finished), progress)
         self._warn(progress)
         self._run.watchdog.completed(self._env_steps // together)
         shown = {"return": self._evaluation.get("eval_return_mean")}
@@ -90,7 +96,13 @@ class _Loop:
         progress.update(self._env_steps, **shown)
 
     def _warn(self, progress: Progress) -> None:
-        """Says, once a record, that nothing is being learned."""
+        """Says, once a record, that nothing is being learned, or that steps were refused."""
+        if self._refused > self._said_refused:
+            progress.write(
+                f"{self._refused} environment steps so far had a NaN or infinite observation or reward: they are not "
+                "stored, and their environments began new episodes (refused_steps in the records)"
+            )
+            self._said_refused = self._refused
         if self._blocked >= BLOCKED_UPDATES:
             progress.write(
                 f"the last {self._blocked} updates of the critics were skipped, since a loss or a gradient was not "
@@ -98,11 +110,14 @@ class _Loop:
             )
             self._blocked = 0
 
-    def _iterate(self, random: bool, phase: int | None) -> None:
+    def _iterate(self, random: bool, phase: int | None) -> int:
+        """Moves all states on and returns the number of environments that took no step in it."""
         iterate, kind = self._run.iterate, (random, phase)
         with contextlib.nullcontext() if kind in self._begun else self._run.watchdog.busy("first iteration"):
-            self._states = self._ranks.each(lambda state: iterate(state, random=random, phase=phase)[0], self._states)
+            found = self._ranks.each(lambda state: iterate(state, random=random, phase=phase), self._states)
         self._begun.add(kind)
+        self._states = tuple(state for state, _ in found)
+        return sum(sum(idle) for _, idle in found)
 
     def _stop(self, stop: signals.Stop) -> str:
         """Returns the name of the signal that any rank has had, or the empty text."""
@@ -126,7 +141,7 @@ class _Loop:
             **({"stopped": self.stopped} if self.stopped else {}),
         }
 
-    def _write_down(self, due: plan.Due) -> None:
+    def _write_down(self, due: plan.Due, progress: Progress) -> None:
         if due.evaluate:
             with self._edge("evaluation") as writes:
                 self._evaluation = self._evaluate() if writes else {}
@@ -139,7 +154,7 @@ class _Loop:
         if due.evaluate or self._finished:
             with self._edge("pictures") as writes:
                 if writes:
-                    self._draw(due)
+                    self._draw(due, progress)
 
     @contextlib.contextmanager
     def _edge(self, activity: str) -> Iterator[bool]:
@@ -147,22 +162,26 @@ class _Loop:
         with self._run.watchdog.busy(activity), guard(self._ranks.world, activity):
             yield self._ranks.writes
 
-    def _draw(self, due: plan.Due) -> None:
+    def _draw(self, due: plan.Due, progress: Progress) -> None:
         if due.evaluate:
             reporting.draw_curve(self._run.run_dir, self._run.env.spec)
         if self._finished and self._run.env.render is not None:
             path = self._run.run_dir / "policy.gif"
-            reporting.film(path, self._run.env, self._policies()[0], self._evaluation_keys()[0], self._dtype())
+            try:
+                reporting.film(path, self._run.env, self._policies()[0], self._evaluation_keys()[0], self._dtype())
+            except RenderError as error:
+                progress.write(f"no film of the policy: {error}")
 
     def _score(self) -> float | None:
         return self._evaluation.get("eval_return_mean")
 
     def _log(self, evaluation: dict[str, Any]) -> None:
-        learned, totals = self._gather()
+        learned, totals, self._refused = self._gather()
         load = self._run.iterate.load
         self._states = tuple(load(s._replace(episodes=tree.zeros_like(s.episodes))) for s in self._states)
         self._blocked = learned.get("skipped_critic_in_a_row", 0)
-        record = {"updates": self._updates, **learned, **reporting.episodes(totals), **evaluation}
+        taken = {"refused_steps": self._refused, **reporting.episodes(totals)}
+        record = {"updates": self._updates, **learned, **taken, **evaluation}
         now = self._now()
         rates = reporting.rates(self._mark, now, self._config.num_seeds)
         self._mark = now
@@ -171,16 +190,16 @@ class _Loop:
                 self._run.log.write(self._env_steps, record, rates)
                 self._run.board.write(self._env_steps, record | rates)
 
-    def _gather(self) -> tuple[dict[str, Any], Episodes]:
-        """Returns what all ranks have learned, and their totals of episodes."""
+    def _gather(self) -> tuple[dict[str, Any], Episodes, int]:
+        """Returns what all ranks have learned, and their totals of episodes and of refused steps."""
         fixed = (self._run.learner.rate, self._config.return_bound)
         learned = [reporting.learning(state, *fixed) if self._updates else {} for state in self._states]
-        totals = [[x.sum().item() for x in state.episodes] for state in self._states]
+        totals = [[x.sum().item() for x in (*state.episodes, state.refused)] for state in self._states]
         found = self._ranks.gather([*zip(learned, totals, strict=True)])
-        columns = zip(*(numbers for _, numbers in found), strict=True)
+        *columns, refused = zip(*(numbers for _, numbers in found), strict=True)
         dtypes = (torch.int64, torch.float64, torch.int64)
         summed = Episodes(*(torch.tensor(x, dtype=dtype) for x, dtype in zip(columns, dtypes, strict=True)))
-        return reporting.over_ranks([values for values, _ in found]), summed
+        return reporting.over_ranks([values for values, _ in found]), summed, sum(refused)
 
     def _evaluate(self) -> dict[str, Any]:
         pairs = zip(self._policies(), self._evaluation_keys(), strict=True)

@@ -16,20 +16,22 @@ from typing import Any, NamedTuple
 
 import torch
 
-from functional_sac import envs, plan, replicas
+from functional_sac import envs, hosted, plan, replicas
 from functional_sac.config import TrainConfig
 from functional_sac.cycle import Learner, make_learner
 from functional_sac.envs.env import Env
+from functional_sac.envs.host import HostEnv
 from functional_sac.iteration import Iteration, TrainState, make_iteration
 from functional_sac.replicas import Replicas, States
-from functional_sac.request import MAY_CHANGE, RUNS, Request, as_usage_error, request, run_dir_of, seeds, stored
+from functional_sac.request import MAY_CHANGE, Request, as_usage_error, request, seeds, stored
 from functional_sac.updates import SACState
 from functional_sl import capture, keys, tree, wire
 from functional_sl.parallel import watchdog
 from functional_sl.parallel.errors import RankError
+from functional_sl.parallel.likeness import check_alike
 from functional_sl.parallel.watchdog import Watchdog
 from functional_sl.parallel.world import agree, broadcast, divert_output, gather, guard, world
-from functional_sl.run import board, cli, identity, runlog, snapshot
+from functional_sl.run import board, cli, identity, resuming, runlog, snapshot
 from functional_sl.run.manifest import Part
 from functional_sl.run.manifest import read as read_manifest
 
@@ -55,9 +57,10 @@ class Run:
     config: TrainConfig
     ranks: Replicas
     watchdog: Watchdog
-    env: Env
+    env: Env | HostEnv
     learner: Learner
-    iterate: capture.Captured | capture.Eager  # (state, random=, phase= or None) -> (state, ()), one iteration
+    # (state, random=, phase= or None) -> (state, numbers of environments that took no step), one iteration
+    iterate: capture.Captured | capture.Eager | hosted.Hosted
     states: States  # where every rank of this process begins
     start: Start
     run_dir: Path
@@ -95,6 +98,7 @@ def open_run(config: TrainConfig, given: frozenset[str] = frozenset()) -> Iterat
             if run.log is not None:
                 stack.enter_context(run.log)
             stack.enter_context(contextlib.closing(run.board))
+            stack.callback(run.env.close)
             # Graphs that hold collectives go before their process group.
             stack.callback(run.iterate.close)
         yield run
@@ -107,11 +111,15 @@ def _open(asked: Request, ranks: Replicas, dog: Watchdog) -> Run:
         torch.set_num_threads(config.threads)
         _make_deterministic(config.deterministic)
         env = envs.make(config.task, config.sim)
+        _check_idling(env, config, ranks)
         learner = make_learner(config, env.spec, ranks.collectives, _wrap(config))
         iteration = make_iteration(config, env, learner, ranks.collectives)
-        states, start = _restore(_init(iteration, config, ranks), config, ranks, source)
+        fresh = _init(iteration, config, ranks)
+        states, start = _restore(fresh, config, ranks, source)
+        if source is not None and isinstance(env, HostEnv):
+            states, start = _begin_anew(states, start, fresh, env, iteration, config)
         states = tuple(_own(state) for state in states)
-    replicas.check_settings(ranks, _settings(config, env, states, start))
+    check_alike(here, _settings(config, env, states, start), "the ranks were started unlike")
     replicas.check_equal(ranks, states, "at the start")
     with guard(here, "opening the run's folder"):
         log = _open_log(config, source, start) if ranks.writes else None
@@ -123,7 +131,7 @@ def _open(asked: Request, ranks: Replicas, dog: Watchdog) -> Run:
     written = log is not None and config.tensorboard
     events = board.Board(run_dir / "tensorboard" if written else None, start.snapshot_step)
     return Run(
-        config, ranks, dog, env, learner, _iterate(iteration, config, ranks), states, start, run_dir, log, events
+        config, ranks, dog, env, learner, _iterate(iteration, config, ranks, env), states, start, run_dir, log, events
     )
 
 
@@ -247,26 +255,53 @@ def _wrap(config: TrainConfig) -> Callable[[capture.Function], capture.Function]
     return wrap
 
 
-def _iterate(iteration: Iteration, config: TrainConfig, ranks: Replicas) -> capture.Captured | capture.Eager:
+def _iterate(
+    iteration: Iteration, config: TrainConfig, ranks: Replicas, env: Env | HostEnv
+) -> capture.Captured | capture.Eager | hosted.Hosted:
     """Returns one training iteration, captured as CUDA graphs where that is possible and wanted."""
-    steps = [functools.partial(iteration.step, random=random) for random in (False, True)]
+
     # The learner's regions are mapped over seeds already.
-    steps = [capture.mapped(step) if config.num_seeds > 1 else step for step in steps]
+    def over_seeds(fn: Callable[..., tree.Tree], **static: bool) -> Callable[..., tree.Tree]:
+        bound = functools.partial(fn, **static)
+        return capture.mapped(bound) if config.num_seeds > 1 else bound
 
     def iterate(state: TrainState, random: bool, phase: int | None) -> tuple[TrainState, tuple[()]]:
-        state = steps[random](state)
+        state = over_seeds(iteration.step, random=random)(state)
         return (state if phase is None else iteration.learn(state, phase)), ()
 
     # A float16 scaler and eager kernels run the same function uncaptured.
     suited = ranks.world.device.type == "cuda" and config.compile == "true" and config.compute_dtype != "float16"
     wanted = ranks.size == 1 or config.dp_whole_cycle_cuda_graph
-    return capture.Captured(iterate, _hooks(ranks)) if suited and wanted else capture.Eager(iterate)
+    region = functools.partial(capture.Captured, hooks=_hooks(ranks)) if suited and wanted else capture.Eager
+    if isinstance(env, HostEnv):
+        act = functools.partial(over_seeds, iteration.act)
+        halves = hosted.stages(lambda random: act(random=random), over_seeds(iteration.store), iteration.learn)
+        return hosted.Hosted(region(halves), env)
+    return region(iterate)
 
 
 def _hooks(ranks: Replicas) -> capture.Hooks:
     """Returns the hooks by which ranks start a capture together, and one's failure is an error of all."""
     where = functools.partial(agree, ranks.world, where="capturing the iteration")
     return capture.Hooks(before_capture=functools.partial(where, None), after_capture=where)
+
+
+def _check_idling(env: Env | HostEnv, config: TrainConfig, ranks: Replicas) -> None:
+    if isinstance(env, HostEnv) and env.idles and max(ranks.size, config.num_seeds) > 1:
+        raise cli.UsageError(
+            f"--task={config.task}: a vector environment in mode NextStep takes steps of its own number in every rank "
+            "and seed; give it autoreset_mode SAME_STEP or DISABLED, or train one rank and one seed"
+        )
+
+
+def _begin_anew(
+    states: States, start: Start, fresh: States, env: HostEnv, iteration: Iteration, config: TrainConfig
+) -> tuple[States, Start]:
+    """Lets a resumed run go on with new episodes in the environments of the `fresh` states."""
+    pairs = [(s, *env.restart(new.env, s.env.key)) for s, new in zip(states, fresh, strict=True)]
+    restart = capture.mapped(iteration.restart) if config.num_seeds > 1 else iteration.restart
+    note = "the environments live on the host and are in no snapshot: all episodes begin anew"
+    return tuple(restart(*pair) for pair in pairs), start._replace(notes=(*start.notes, note))
 
 
 def _restore(states: States, config: TrainConfig, ranks: Replicas, source: Path | None) -> tuple[States, Start]:
@@ -332,10 +367,10 @@ def _init_from(state: TrainState, path: Path) -> TrainState:
 def _open_log(config: TrainConfig, source: Path | None, start: Start) -> runlog.RunLog:
     content = stored(config)
     if source is not None:
-        log = runlog.reopen(run_dir_of(source), content, start.snapshot_step, may_change=MAY_CHANGE)
+        log = runlog.reopen(resuming.home(source), content, start.snapshot_step, may_change=MAY_CHANGE)
         snapshot.set_aside(log.run_dir, start.snapshot_step, log.run_id)
         return log
-    where = {"run_dir": config.run_dir} if config.run_dir else {"base_dir": RUNS}
+    where = {"run_dir": config.run_dir} if config.run_dir else {"base_dir": resuming.RUNS}
     if config.run_dir:
         _check_vacant(Path(config.run_dir).expanduser())
     return runlog.create(content, (config.task, f"seed{config.seed}"), **where)

@@ -17,6 +17,8 @@ from functional_sac.envs.env import EnvSpec
 from functional_sac.transition import Observation, Transition
 from functional_sl import keys
 
+REWARD, TERMINATED, TRUNCATED = -3, -2, -1  # columns of a packed row
+
 
 class ReplayState(NamedTuple):
     """A ring of rows and the window of the last steps.
@@ -94,18 +96,24 @@ def unpack(rows: Tensor, columns: Fields) -> Transition:
     )
 
 
-def insert(state: ReplayState, transition: Transition, columns: Fields, gamma: float) -> ReplayState:
+def insert(
+    state: ReplayState, transition: Transition, columns: Fields, gamma: float, valid: Tensor | None = None
+) -> ReplayState:
     """Takes in one step of all environments and writes the n-step row of the oldest step in the window.
 
     The reward sums `gamma**i r_i` up to the first episode end in the window; the successor and the flags are
     that step's, else the newest's. Until the window is full nothing counts as written. As in the official code a
     window that a truncation cuts short is bootstrapped with the same `gamma**n` as a whole one.
 
+    A step that is not valid leaves no row: the other environments' rows close up, and none of its numbers counts.
+    Windows end before it as at a truncation, so none joins what lies on its two sides.
+
     Args:
       state: consumed: its `rows` are written in place.
       transition: [N, ...], with the true successor.
       columns: see `fields`.
       gamma: discount per step.
+      valid: [N] bool, all by default.
 
     Returns:
       The state after it, sharing the storage of `rows`.
@@ -113,19 +121,47 @@ def insert(state: ReplayState, transition: Transition, columns: Fields, gamma: f
     n_step, num_envs, _ = state.window.shape
     capacity = state.rows.shape[0]
     chex.assert_shape(transition.reward, (num_envs,))
-    window = torch.cat([state.window[1:], pack(transition).unsqueeze(0)])
+    row = pack(transition)
+    if valid is None:
+        window = torch.cat([state.window[1:], row.unsqueeze(0)])
+    else:
+        # A row without a reward marks the gap in the window.
+        row = torch.where(valid.unsqueeze(-1), row, torch.nan)
+        past = torch.cat([state.window[1:-1], _cut(state.window[-1:], ~valid)]) if n_step > 1 else state.window[1:]
+        window = torch.cat([past, row.unsqueeze(0)])
     steps = state.steps + 1
-    full = (steps >= n_step).to(torch.int64)
+    full = steps >= n_step
     rows = _fold(window, columns, gamma) if n_step > 1 else window[0]
-    slots = (state.cursor + torch.arange(num_envs, device=rows.device)) % capacity
+    places = torch.arange(num_envs, device=rows.device)
+    if valid is None:
+        slots, written = (state.cursor + places) % capacity, full * num_envs
+    else:
+        kept = ~window[0, :, REWARD].isnan()
+        # Rows close up in front; behind them, rows that are there already are written once more.
+        ahead = torch.cumsum(kept, 0)
+        slots = (state.cursor + torch.where(kept, ahead - 1, ahead[-1] + places - ahead)) % capacity
+        rows = torch.where(kept.unsqueeze(-1), rows, state.rows[slots])
+        written = full * ahead[-1]
     state.rows[slots] = rows
     return ReplayState(
         rows=state.rows,
         window=window,
         steps=steps,
-        cursor=(state.cursor + full * num_envs) % capacity,
-        size=torch.clamp(state.size + full * num_envs, max=capacity),
+        cursor=(state.cursor + written) % capacity,
+        size=torch.clamp(state.size + written, max=capacity),
     )
+
+
+def cut(state: ReplayState) -> ReplayState:
+    """Ends all running episodes after the newest step, as a time limit would: no window reaches what comes next."""
+    newest = _cut(state.window[-1:], torch.ones_like(state.window[-1, :, 0], dtype=torch.bool))
+    return state._replace(window=torch.cat([state.window[:-1], newest]))
+
+
+def _cut(rows: Tensor, where: Tensor) -> Tensor:
+    """Truncates the steps [..., N, width] of environments `where` [N], unless they end by themselves."""
+    truncated = torch.where(where & ~(rows[..., TERMINATED] > 0.5), 1.0, rows[..., TRUNCATED])
+    return torch.cat([rows[..., :TRUNCATED], truncated.unsqueeze(-1)], -1)
 
 
 def _fold(window: Tensor, columns: Fields, gamma: float) -> Tensor:
@@ -141,8 +177,11 @@ def _fold(window: Tensor, columns: Fields, gamma: float) -> Tensor:
 
 
 def indices(state: ReplayState, key: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Draws row indices uniformly with replacement from the rows that hold a transition, int64 [shape]."""
-    return keys.randint(key, shape, 0, state.size)
+    """Draws row indices uniformly with replacement from the rows that hold a transition, int64 [shape].
+
+    While none does, because no step was valid, they are all 0: a row of zeros.
+    """
+    return keys.randint(key, shape, 0, torch.clamp(state.size, min=1))
 
 
 def take(state: ReplayState, rows: Tensor) -> Tensor:

@@ -15,9 +15,8 @@ from functional_sac.config import TrainConfig
 from functional_sac.iteration import TrainState
 from functional_sac.updates import SACState
 from functional_sl import tree
-from functional_sl.parallel import collectives
+from functional_sl.parallel import collectives, likeness
 from functional_sl.parallel.collectives import Collectives
-from functional_sl.parallel.errors import RankError
 from functional_sl.parallel.lockstep import Lockstep
 from functional_sl.parallel.world import World, gather
 
@@ -94,30 +93,11 @@ def check_equal(replicas: Replicas, states: States, when: str) -> None:
       RankError: on every rank if one differs, naming the parts and the ranks.
     """
     if replicas.size > 1:
-        _compare(replicas.gather([_digests(state) for state in states]), f"the ranks are no longer equal {when}")
-
-
-def check_settings(replicas: Replicas, settings: Mapping[str, Any]) -> None:
-    """Compares JSON values over all processes, before the first reduction that could mix unlike things.
-
-    Raises:
-      RankError: on every rank if one differs, naming it and its values.
-    """
-    _compare(gather(replicas.world, dict(settings)), "the ranks were started unlike")
+        everyone = replicas.gather([_digests(state) for state in states])
+        likeness.compare(everyone, f"the ranks are no longer equal {when}")
 
 
 def _digests(state: TrainState) -> dict[str, str]:
     moments = state.scale._replace(returns=())
     shared = learner_of(state)._asdict() | {"reward scale": moments}
     return {name: tree.digest(part)[:16] for name, part in shared.items()}
-
-
-def _compare(everyone: list[dict[str, Any]], what: str) -> None:
-    names = [name for name in everyone[0] if any(other.get(name) != everyone[0][name] for other in everyone)]
-    if names:
-        shown = [f"{name} ({_by_rank([other.get(name) for other in everyone])})" for name in names[:5]]
-        raise RankError(f"{what}: {', '.join(shown)}" + (f" and {len(names) - 5} more" if len(names) > 5 else ""))
-
-
-def _by_rank(values: list[Any]) -> str:
-    return ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,10 +13,13 @@ from torch import Tensor
 
 from functional_sac import acting, evaluation, reward_scale
 from functional_sac.envs.env import Env, EnvSpec
+from functional_sac.envs.host import HostEnv
 from functional_sac.evaluation import Result
 from functional_sac.iteration import Episodes, TrainState
 from functional_sl.run import figures, files, runlog, video
 from functional_sl.schedules import Schedule
+
+HOST_PICTURES = 100  # a picture that no GPU draws takes a tenth of a second
 
 
 class Mark(NamedTuple):
@@ -108,17 +112,20 @@ def draw_curve(run_dir: Path, spec: EnvSpec) -> None:
         )
 
 
-def film(path: Path, env: Env, policy: tuple[Any, Any], key: Tensor, dtype: torch.dtype) -> None:
-    """Writes one deterministic episode as a GIF in real time.
+def film(path: Path, env: Env | HostEnv, policy: tuple[Any, Any], key: Tensor, dtype: torch.dtype) -> None:
+    """Writes one deterministic episode, of an environment on the host its beginning, as a GIF in real time.
 
     Raises:
       RunError: if it cannot be written.
+      RenderError: if an environment on the host cannot draw.
     """
     params, stats = policy
-    pictures = evaluation.frames(env, lambda x: acting.deterministic(params, stats, x, dtype), key)
     stride = max(1, round(1 / (25 * env.spec.control_dt)))
+    most = HOST_PICTURES if isinstance(env, HostEnv) else None
+    policy_of = functools.partial(acting.deterministic, params, stats, dtype=dtype)
+    pictures = evaluation.frames(env, policy_of, key, every=stride, most=most)
     with _writing(path):
-        video.write(path, pictures[::stride], 1 / (stride * env.spec.control_dt))
+        video.write(path, pictures, 1 / (stride * env.spec.control_dt))
 
 
 @contextlib.contextmanager

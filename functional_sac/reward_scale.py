@@ -50,6 +50,7 @@ def update(
     *,
     old_count_eps: float = OLD_COUNT_EPS,
     collectives: Collectives | None = None,
+    valid: Tensor | None = None,
 ) -> RewardScaleState:
     """Takes in one vector step of all ranks, as one process on their joined environments would.
 
@@ -63,6 +64,7 @@ def update(
       gamma: discount per step.
       old_count_eps: added to the old count where it weights the old variance (1e-4 official, 0 UniLab).
       collectives: over the ranks, one by default; the step takes one gathering of four numbers.
+      valid: [N] bool, all by default; a step that is not takes no part and starts its environment's return anew.
 
     Returns:
       The state after it.
@@ -70,22 +72,32 @@ def update(
     returns = torch.where(done, 0.0, gamma * state.returns) + reward
     # One reward that is not finite would spoil the moments for good; it starts its environment's return anew.
     returns = torch.nan_to_num(returns, nan=0.0, posinf=0.0, neginf=0.0)
-    rows, mean, var, largest = _pool((collectives or single()).gather(_moments(returns)))
+    if valid is not None:
+        returns = torch.where(valid, returns, 0.0)
+    rows, mean, var, largest = _pool((collectives or single()).gather(_moments(returns, valid)))
     delta, total = mean - state.mean, state.count + rows
     spread = state.var * (state.count + old_count_eps) + var * rows + delta * delta * (state.count * rows / total)
+    some = rows > 0
     return RewardScaleState(
         returns=returns,
         max_abs=torch.maximum(state.max_abs, largest.to(state.max_abs.dtype)),
-        mean=(state.mean + delta * rows / total).to(state.mean.dtype),
-        var=(spread / total).to(state.var.dtype),
+        mean=torch.where(some, state.mean + delta * rows / total, state.mean).to(state.mean.dtype),
+        var=torch.where(some, spread / total, state.var).to(state.var.dtype),
         count=total,
     )
 
 
-def _moments(returns: Tensor) -> Tensor:
-    """Returns count, mean, variance and largest magnitude, [4] float64."""
+def _moments(returns: Tensor, valid: Tensor | None) -> Tensor:
+    """Returns count, mean, variance and largest magnitude of the valid returns (the others are 0), [4] float64."""
     var, mean = torch.var_mean(returns, correction=0)
     count = torch.full_like(mean, returns.shape[0])
+    if valid is not None:
+        number = valid.sum().to(count.dtype)
+        center = returns.sum() / number.clamp(min=1.0)
+        spread = torch.where(valid, returns - center, 0.0).square().sum() / number.clamp(min=1.0)
+        # One way of rounding where all are valid, whether they were asked about or not.
+        mean, var = torch.where(valid.all(), mean, center), torch.where(valid.all(), var, spread)
+        count = number
     return torch.stack([x.to(torch.float64) for x in (count, mean, var, returns.abs().amax())])
 
 
@@ -94,10 +106,10 @@ def _pool(ranks: Tensor) -> tuple[Tensor, ...]:
     first, *others = ranks.unbind(0)
     count, mean, var, largest = first.unbind(0)
     for more, other_mean, other_var, other_largest in (other.unbind(0) for other in others):
-        delta, total = other_mean - mean, count + more
+        delta, total = other_mean - mean, (count + more).clamp(min=1.0)
         var = (var * count + other_var * more + delta * delta * (count * more / total)) / total
         mean = mean + delta * more / total
-        count, largest = total, torch.maximum(largest, other_largest)
+        count, largest = count + more, torch.maximum(largest, other_largest)
     return count, mean, var, largest
 
 

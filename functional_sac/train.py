@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from functional_sac import presets
+from functional_sac import launch, presets
 from functional_sac.config import TrainConfig
+from functional_sac.mps import binding, gpus
+from functional_sac.mps.gpus import MpsError
 from functional_sl.parallel.errors import RankError
-from functional_sl.run import cli, metrics
-from functional_sl.run.manifest import SnapshotError
-from functional_sl.run.runlog import RunError
+from functional_sl.run import cli, command
 
 PROGRAM = "functional-sac"
-_EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143, "SIGHUP": 129}
 DESCRIPTION = (
     "Trains FlashSAC. Without flags: pendulum swing-up at a size for two CPU cores. The last line on stdout is one "
-    "JSON object that sums the run up. Data parallel: torchrun --nproc-per-node=N -m functional_sac.train ..."
+    "JSON object that sums the run up. Data parallel: CUDA_VISIBLE_DEVICES=0,1 python -m functional_sac.train ..., one "
+    "process a device, or torchrun --nproc-per-node=N -m functional_sac.train ..."
 )
 
 
@@ -45,9 +43,21 @@ def run(config: TrainConfig, given: frozenset[str] = frozenset()) -> dict[str, A
     if config.deterministic:
         # cuBLAS reads it when CUDA starts.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if config.cuda_process_sharing is not None:
+        _share(config)
     from functional_sac.loop import train  # torch and chex take seconds, which `--help` need not wait for
 
     return train(config, given)
+
+
+def _share(config: TrainConfig) -> None:
+    """Ties this process to the service of its GPU, before CUDA starts."""
+    if config.device == "cpu":
+        raise cli.UsageError("cuda_process_sharing=mps, device=cpu: a CPU has no such service; leave one of them out")
+    try:
+        binding.confirm(binding.bind())
+    except MpsError as error:
+        raise cli.UsageError(str(error)) from error
 
 
 def resume(path: str | os.PathLike[str], **changes: Any) -> dict[str, Any]:
@@ -74,49 +84,50 @@ class _Flags(TrainConfig):
 def main(argv: Sequence[str] | None = None) -> None:
     """Reads the flags, trains, and prints the summary.
 
-    Under torchrun this is one of several ranks; rank 0 alone prints.
+    With several entries in CUDA_VISIBLE_DEVICES it starts one rank for each and waits for them. Within a rank, of
+    this command or of torchrun, it trains; rank 0 alone prints.
 
     Exit codes: 0 at the end of the run, 2 for a usage error, 1 if the run's folder can no longer be written or
     another rank is lost, 3 from the watchdog, 130, 143 and 129 after SIGINT, SIGTERM and SIGHUP.
     """
-    with cli.exit_on_usage_error(PROGRAM), _exit_on_failure():
+    launch.follow()
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    with cli.exit_on_usage_error(PROGRAM), command.exit_on_failure(PROGRAM, RankError):
         parsed = cli.parse(
             _Flags,
-            argv,
+            arguments,
             program=PROGRAM,
             description=DESCRIPTION,
             presets=presets.PRESETS,
             default_preset=presets.DEFAULT,
         )
         flags = parsed.config
-        summary = run(flags if flags.resume is not None else flags.checked(), parsed.given)
-    # A path's bytes are UTF-8 whatever the locale, and JSON is too.
-    summary["run_dir"] = os.fsencode(summary["run_dir"]).decode("utf-8", "surrogateescape")
-    if os.environ.get("RANK", "0") == "0":
-        _print(json.dumps(metrics.plain(summary), allow_nan=False))
+        config = flags if flags.resume is not None else flags.checked()
+        if (ranks := _ranks(config)) > 1:
+            sys.exit(launch.run([sys.executable, "-m", "functional_sac.train", *arguments], ranks, PROGRAM))
+        summary = run(config, parsed.given)
+    command.print_summary(summary)
     if "stopped" in summary:
-        sys.exit(_EXIT_CODES[summary["stopped"]])
+        sys.exit(command.EXIT_CODES[summary["stopped"]])
 
 
-@contextlib.contextmanager
-def _exit_on_failure() -> Iterator[None]:
-    """Turns what ends a run from outside into one line on stderr and an exit code."""
+def _ranks(config: TrainConfig) -> int:
+    """Returns how many ranks this process is to start, once everything is there that they need."""
     try:
-        yield
-    except (RunError, SnapshotError, RankError) as error:
-        sys.exit(f"{PROGRAM}: {' '.join(str(error).split())}")
-    except KeyboardInterrupt:
-        with contextlib.suppress(OSError):
-            print(f"{PROGRAM}: interrupted", file=sys.stderr)
-        sys.exit(130)
-
-
-def _print(line: str) -> None:
-    try:
-        print(line, flush=True)
-    except OSError:
-        # A full disk or closed pipe takes nothing from the run; the interpreter would complain when it flushes again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        size = len(launch.devices(config.device))
+        for name in ("num_seeds", "simulated_ranks"):
+            if size > 1 and getattr(config, name) > 1:
+                visible = os.environ[gpus.VISIBLE]
+                raise cli.UsageError(
+                    f"{name}={getattr(config, name)}: takes one process, but CUDA_VISIBLE_DEVICES={visible} asks for "
+                    f"{size} ranks; show one device"
+                )
+        if config.cuda_process_sharing is not None and config.device != "cpu":
+            for rank in range(size if size > 1 else 0):
+                binding.find(rank, os.environ)
+    except MpsError as error:
+        raise cli.UsageError(str(error)) from None
+    return size
 
 
 if __name__ == "__main__":

@@ -187,13 +187,15 @@ def _extra(name: str) -> Any:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Keeps to itself what torch's exporters say of their own insides."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
+    levels = [logger.level for logger in loggers]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
         warnings.filterwarnings("ignore", ".*LeafSpec.* is deprecated", FutureWarning)
-        logger.setLevel(logging.ERROR)
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
         try:
             yield
         finally:
-            logger.setLevel(level)
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)

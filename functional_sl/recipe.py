@@ -42,8 +42,9 @@ class Recipe(NamedTuple):
     """Held-out tensors, likewise."""
 
     init: Callable[[Tensor], tuple[Tree, Tree]]
-    """Key [2] -> (parameters, buffers). Buffers (normaliser statistics, a dropout key) move by the loss alone and are
-    a rank's own; parameters are equal on all ranks."""
+    """Key [2] -> (parameters, buffers). Parameters are equal on all ranks. Buffers (normaliser statistics, a dropout
+    key) begin equal, move by the loss alone, and are a rank's own from then on; the key that the loss gets differs by
+    rank and update, so noise that must differ between ranks from the first update on takes it in."""
 
     sample: Callable[[Tree, Tensor, int], Tree]
     """(data, key, batch size) -> batch, drawn with replacement: a tree of tensors with a leading axis [B]."""

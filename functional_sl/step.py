@@ -24,10 +24,12 @@ class Aux(NamedTuple):
     Attributes:
       stats: the statistics (batch norm) after this loss; selected by the gate like the parameters.
       metrics: 0-d tensors by name.
+      sentinel: entered by the step: 0-d, 1 where this rank's own loss or gradient is not finite, else 0.
     """
 
     stats: tree.Tree
     metrics: dict[str, Tensor]
+    sentinel: tree.Tree = ()
 
 
 class StepState(NamedTuple):
@@ -63,6 +65,7 @@ def make_step(
     *,
     wire_dtype: str = "float32",
     project: Callable[[tree.Tree], tree.Tree] | None = None,
+    accumulation: int = 1,
 ) -> Step:
     """Builds the gradient step of `loss`.
 
@@ -72,6 +75,9 @@ def make_step(
       collectives: how gradients meet those of other ranks; one rank by default.
       wire_dtype: `float32` or `bfloat16`, see `wire.layout`.
       project: applied to the new parameters (weight normalisation).
+      accumulation: number of micro-batches of an update. With more than one, every leaf of `inputs` has a leading
+        axis over them; values, gradients and metrics are summed from first to last, and the statistics pass from one
+        micro-batch to the next.
 
     Returns:
       The pair of functions. `update` takes `scale`, a 0-d loss scale for FP16; the gradients are unscaled before
@@ -95,13 +101,13 @@ def make_step(
         return StepState(params, stats, transform.init(_ravel(params)), gate.init(device))
 
     def update(state: StepState, *inputs: tree.Tree, scale: Tensor | None = None) -> tuple[StepState, Tensor, Aux]:
-        grads, value, aux = _differentiate(loss, state, inputs, scale)
-        layout = layout_of(grads)
-        reduced = reduce(wire.pack(layout, grads, wire.sentinel(value, grads)), layout)
+        grads, value, aux = _accumulate(loss, accumulation, state, inputs, scale)
+        layout, own = layout_of(grads), wire.sentinel(value, grads)
+        reduced = reduce(wire.pack(layout, grads, own), layout)
         ok = gate.is_open(reduced)
         new = _apply(state, reduced[:-1], aux)
         selected = tree.where(ok, new, (state.params, state.stats, state.opt))
-        return StepState(*selected, gate.update(state.gate, ok)), ok, aux
+        return StepState(*selected, gate.update(state.gate, ok)), ok, aux._replace(sentinel=own)
 
     def _apply(state: StepState, gradient: Tensor, aux: Aux) -> tuple[tree.Tree, tree.Tree, tree.Tree]:
         flat = _ravel(state.params)
@@ -110,6 +116,21 @@ def make_step(
         return (project(params) if project else params), aux.stats, opt
 
     return Step(init, update)
+
+
+def _accumulate(
+    loss: Loss, count: int, state: StepState, inputs: tuple[tree.Tree, ...], scale: Tensor | None
+) -> tuple[tree.Tree, Tensor, Aux]:
+    """Returns the sums over the micro-batches, and the statistics after the last one."""
+    if count == 1:
+        return _differentiate(loss, state, inputs, scale)
+    total = None
+    for i in range(count):
+        grads, value, aux = _differentiate(loss, state, tree.index(inputs, i), scale)
+        state, found = state._replace(stats=aux.stats), (grads, value, aux.metrics)
+        total = found if total is None else tree.add(total, found)
+    grads, value, metrics = total
+    return grads, value, Aux(state.stats, metrics)
 
 
 def _differentiate(

@@ -26,13 +26,24 @@ SL = {
     "wire": "tree",
     "loss_scale": "tree",
     "capture": "tree",
+    "sim": "",
+    "motions": "run sim tree",
     "optim": "tree schedules",
     "parallel": "tree wire",
     "step": "tree wire gate optim parallel",
     "run": "tree",
-    "report": "run",
+    "report": "bundle inspection run",
     "bundle": "run tree",
+    "programs": "bundle run",
     "recipe": "bundle run step tree",
+    "models": "keys",
+    "sources": "keys models run tree",
+    "recipes": "bundle data keys models recipe run sources step tree",
+    "inspection": "run sources",
+    "data": "keys tree",
+    "training": "capture data gate keys loss_scale optim parallel recipe run schedules step tree wire",
+    "train": "parallel run training",
+    "export": "keys programs run training",
 }
 # What stands before the bar is of functional_sac, behind it of functional_sl.
 SAC = {
@@ -45,20 +56,31 @@ SAC = {
     "plan": "config",
     "networks": "| keys tree",
     "noise": "| keys",
-    "envs": "transition | keys run tree",
+    "tasks": "transition | motions sim",
+    "envs": "tasks transition | keys run sim sources tree",
     "replay": "envs transition | keys",
     "acting": "networks | keys",
     "losses": "config distributions networks transition value | step tree",
     "updates": "config envs losses networks transition | keys loss_scale optim parallel schedules step tree",
     "cycle": "config envs losses networks replay reward_scale transition updates | keys parallel schedules tree",
     "iteration": "acting config cycle envs losses noise replay reward_scale transition updates | keys parallel",
+    "hosted": "envs iteration | capture tree",
     "replicas": "config iteration updates | parallel tree",
     "evaluation": "acting envs networks",
     "reporting": "acting envs evaluation iteration reward_scale | run schedules",
     "request": "config | parallel run",
-    "opening": "config cycle envs iteration plan replicas request updates | capture keys parallel run tree wire",
-    "loop": "config evaluation iteration opening plan reporting request | keys parallel run tree",
-    "train": "config loop presets | parallel run",
+    "opening": "config cycle envs hosted iteration plan replicas request updates | capture keys parallel run tree wire",
+    "replaying": "config envs opening plan replicas request | run tree",
+    "loop": "config envs evaluation iteration opening plan reporting request | keys parallel run tree",
+    "mps": "| run",
+    "cuda_mps": "mps | run",
+    "launch": "mps",
+    "train": "config launch loop mps presets | parallel run",
+    "policy": "acting networks | tree",
+    "trained": "acting config envs networks policy | bundle keys run tree",
+    "playing": "envs evaluation loop reporting trained transition | keys run tree",
+    "play": "playing | run",
+    "export": "trained | programs run",
 }
 
 
@@ -140,7 +162,9 @@ def python(code: str) -> str:
     ).stdout
 
 
-@pytest.mark.parametrize("module", ["functional_sac.train", "functional_sac.config", "functional_sac.presets"])
+@pytest.mark.parametrize(
+    "module", ["functional_sac.train", "functional_sac.config", "functional_sac.presets", "functional_sl.train"]
+)
 def test_settings_are_read_without_torch(module: str) -> None:
     """`--help` waits for neither torch nor jax."""
     heavy = ["torch", "jax", "jaxlib", "chex", "optree", "numpy", "matplotlib", "safetensors", "tensorboard"]

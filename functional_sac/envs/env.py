@@ -12,8 +12,9 @@ the policy acts on next.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -78,6 +79,22 @@ class Env(NamedTuple):
     step: Callable[[EnvState, Tensor], tuple[EnvState, TimeStep]]
     # (state, i) -> uint8 [H, W, 3], a picture of environment i; None where a task has none
     render: Callable[[EnvState, int], np.ndarray] | None = None
+    # state -> 0-d float64 sums since `init` by name, `steps` and `episodes` among them; see `averages`
+    metrics: Callable[[EnvState], dict[str, Tensor]] | None = None
+    # () -> None, frees what the functions hold, such as a simulator; afterwards none of them may be called
+    release: Callable[[], None] | None = None
+
+    @contextlib.contextmanager
+    def opened(
+        self, key: Tensor, num_envs: int, *, episodes: int | None = None, drawn: bool = False
+    ) -> Iterator[tuple[EnvState, Observation]]:
+        """Yields what `init` returns; there is nothing to close, and pure environments never rest (see `HostEnv`)."""
+        yield self.init(key, num_envs)
+
+    def close(self) -> None:
+        """Frees what the environment holds."""
+        if self.release is not None:
+            self.release()
 
 
 class Task(NamedTuple):
@@ -100,17 +117,17 @@ def autoreset(task: Task) -> Env:
     Episode e of environment i starts from the key `fold_in(key, i)` with e added to its last word. So its start
     depends on the key, i and e alone: not on the actions, not on the number of environments.
 
-    Actions are clamped to [-1, 1]. A NaN action stays NaN: it makes the physics of its own environment NaN, for all
-    to see, until that episode ends; the other environments do not notice.
+    Actions are clamped to [-1, 1]. A step whose reward or successor is not finite, as after a NaN action, shows just
+    that to all who look, and its environment begins the next episode at once; the other environments do not notice.
     """
     spec = task.spec
 
     def init(key: Tensor, num_envs: int) -> tuple[EnvState, Observation]:
-        _check_init(spec, key, num_envs)
+        check_init(spec, key, num_envs)
         env_keys = keys.split(key, num_envs)
         physics = tree.clone(task.reset(env_keys))
         state = EnvState(
-            key=_advance(env_keys, 1),
+            key=advance(env_keys, 1),
             physics=physics,
             episode_return=key.new_zeros(num_envs, dtype=torch.float32),
             episode_length=key.new_zeros(num_envs),
@@ -118,7 +135,7 @@ def autoreset(task: Task) -> Env:
         return state, _checked_observation(spec, num_envs, tree.clone(task.observe(physics)))
 
     def step(state: EnvState, action: Tensor) -> tuple[EnvState, TimeStep]:
-        _check_action(spec, state, action)
+        check_action(spec, state, action)
         physics, reward, terminated = task.step(state.physics, action.float().clamp(-1.0, 1.0))
         _check_result(spec, state, reward, terminated)
         episode_return = state.episode_return + reward
@@ -126,16 +143,17 @@ def autoreset(task: Task) -> Env:
         truncated = (episode_length >= spec.max_episode_steps) & ~terminated
         done = terminated | truncated
         final_observation = task.observe(physics)
+        restart = done | ~finite(final_observation, reward)
 
         reset_physics = task.reset(state.key)
         next_state = EnvState(
-            key=_advance(state.key, done),
-            physics=_select(done, reset_physics, physics),
-            episode_return=episode_return.masked_fill(done, 0.0),
-            episode_length=episode_length.masked_fill(done, 0),
+            key=advance(state.key, restart),
+            physics=select(restart, reset_physics, physics),
+            episode_return=episode_return.masked_fill(restart, 0.0),
+            episode_length=episode_length.masked_fill(restart, 0),
         )
         return next_state, TimeStep(
-            observation=_select(done, task.observe(reset_physics), final_observation),
+            observation=select(restart, task.observe(reset_physics), final_observation),
             final_observation=final_observation,
             reward=reward,
             terminated=terminated,
@@ -150,13 +168,34 @@ def autoreset(task: Task) -> Env:
     return Env(spec, init, step, render if task.render else None)
 
 
-def _advance(key: Tensor, episodes: Tensor | int) -> Tensor:
-    """Adds a number of episodes, [N] or one for all, to the last word of keys [N, 2]."""
+def advance(key: Tensor, episodes: Tensor | int) -> Tensor:
+    """Adds a number of episodes, [..., N] or one for all, to the last word of keys [..., N, 2]."""
     # Threefry makes unrelated streams of neighbouring keys, so this needs no second hash a step.
-    return torch.stack((key[:, 0], (key[:, 1] + episodes) & 0xFFFFFFFF), dim=-1)
+    return torch.stack((key[..., 0], (key[..., 1] + episodes) & 0xFFFFFFFF), dim=-1)
 
 
-def _select(done: Tensor, new: Any, old: Any) -> Any:
+def finite(observation: Observation, reward: Tensor) -> Tensor:
+    """Tells for each of N environments whether every number of its observation and its reward is finite; [N] bool."""
+    parts = [x.isfinite().all(-1) for x in observation if x.shape[-1]]
+    return torch.stack([reward.isfinite(), *parts]).all(0)
+
+
+def averages(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
+    """Returns means of an environment's metrics between two readings of its sums (summed over ranks where there are).
+
+    What lies under `episode/` is a mean over the finished episodes, and left out where none finished; all else is one
+    over the steps of all environments.
+    """
+    counts = {name: now[name] - before.get(name, 0.0) for name in ("steps", "episodes")}
+    found = {}
+    for name in sorted(now.keys() - counts.keys()):
+        count = counts["episodes" if name.startswith("episode/") else "steps"]
+        if count > 0:
+            found[name] = (now[name] - before.get(name, 0.0)) / count
+    return found
+
+
+def select(done: Tensor, new: Any, old: Any) -> Any:
     """Takes `new` where an episode is done and `old` elsewhere, environment by environment."""
     return tree.map(lambda a, b: torch.where(done.reshape(done.shape + (1,) * (b.ndim - 1)), a, b), new, old)
 
@@ -180,7 +219,8 @@ def _check_tensor(spec: EnvSpec, what: str, found: Tensor, shape: tuple[int, ...
         )
 
 
-def _check_init(spec: EnvSpec, key: Tensor, num_envs: int) -> None:
+def check_init(spec: EnvSpec, key: Tensor, num_envs: int) -> None:
+    """Raises ValueError for anything but one key and a positive number of environments."""
     if key.shape != (2,) or key.dtype != torch.int64:
         raise ValueError(
             f"{spec.task}: init got a key of shape {tuple(key.shape)} and {key.dtype}; "
@@ -190,7 +230,8 @@ def _check_init(spec: EnvSpec, key: Tensor, num_envs: int) -> None:
         raise ValueError(f"{spec.task}: num_envs is {num_envs}; it must be at least 1")
 
 
-def _check_action(spec: EnvSpec, state: EnvState, action: Tensor) -> None:
+def check_action(spec: EnvSpec, state: EnvState, action: Tensor) -> None:
+    """Raises ValueError for actions of another shape than [N, D]."""
     expected = (state.episode_length.shape[0], spec.action_dim)
     if action.shape != expected:
         raise ValueError(

@@ -17,8 +17,10 @@ from typing import Any, NamedTuple
 
 from functional_sac import opening, plan
 from functional_sac.config import TrainConfig
+from functional_sac.envs.host import HostEnv
 from functional_sac.opening import Run
 from functional_sac.replicas import States, ranks_of
+from functional_sac.request import stored
 from functional_sl import tree
 from functional_sl.run import cli, files, identity, manifest, runlog
 
@@ -84,43 +86,40 @@ def moments(run_dir: Path, begin: int, end: int, changes: Mapping[str, Any]) -> 
       RunError, SnapshotError: for a run that cannot be read.
     """
     ahead = [leg for leg in legs(run_dir) if leg.end > begin and leg.begin < end]
-    extra = _simulated(run_dir, changes) | dict(changes) | {"tensorboard": False}
+    extra = {**_simulated(run_dir), **changes, "tensorboard": False}
     if begin:
         _check_begin(run_dir, begin, ahead)
     with tempfile.TemporaryDirectory(prefix="repeat-") as temporary:
         home = Path(temporary) / "run"
         for number, leg in enumerate(ahead):
-            config = _config(leg, extra)
-            if number == 0 and begin:
-                _stage(run_dir, home, begin)
             start = max(begin, leg.begin)
-            if start:
-                _set(home, config)
-                config = TrainConfig(resume=str(manifest.folder_of(home / "snapshots", start)))
-            else:
-                config = dataclasses.replace(config, run_dir=str(home))
-            with opening.open_run(config) as run:
-                last = None
-                for last in _iterations(run, min(leg.end, end)):
-                    # A leg begins where the one before it ended.
-                    if number == 0 or last.env_steps > start:
-                        yield last
+            with opening.open_run(_continued(run_dir, home, start, _config(leg, extra))) as run:
+                if start > leg.begin and isinstance(run.env, HostEnv):
+                    raise cli.UsageError(
+                        f"--begin={begin}: this task's environments are in no snapshot; take a step at which the run "
+                        "was resumed, or 0"
+                    )
+                for moment in _iterations(run, min(leg.end, end)):
+                    # A later leg begins where the one before it ended.
+                    if number == 0 or moment.env_steps > start:
+                        yield moment
                 if leg.end < end:
-                    opening.save(run, last.states, last.env_steps, None)
+                    opening.save(run, moment.states, moment.env_steps, None)
 
 
 def _iterations(run: Run, end: float) -> Iterator[Moment]:
     """Yields the states of an open run from its start on; the clock is that of training."""
-    config, states = run.config, run.states
-    env_steps, updates, inserted = run.start[:3]
+    config, states, idle = run.config, run.states, 0
+    env_steps, updates, vector_steps = run.start[:3]
     yield Moment(env_steps, updates, states)
     while env_steps < end:
+        inserted = vector_steps - math.ceil(idle / config.num_envs)
         turn = plan.turn(config, inserted, learned=updates > 0)
         phase = updates // config.updates_per_step % run.learner.phases if turn.learn else None
-        states = _advance(run, states, turn.random, phase)
-        before, env_steps = env_steps, env_steps + config.num_envs * run.ranks.size
+        states, waited = _advance(run, states, turn.random, phase)
+        before, env_steps = env_steps, env_steps + config.num_envs * run.ranks.size - waited
         updates += config.updates_per_step if turn.learn else 0
-        inserted += 1
+        vector_steps, idle = vector_steps + 1, idle + waited
         if plan.due(config, before, env_steps, env_steps >= config.env_steps).log:
             # A record starts the totals of episodes anew.
             emptied = [state._replace(episodes=tree.zeros_like(state.episodes)) for state in states]
@@ -128,15 +127,19 @@ def _iterations(run: Run, end: float) -> Iterator[Moment]:
         yield Moment(env_steps, updates, states)
 
 
-def _advance(run: Run, states: States, random: bool, phase: int | None) -> States:
-    return run.ranks.each(lambda state: run.iterate(state, random=random, phase=phase)[0], states)
+def _advance(run: Run, states: States, random: bool, phase: int | None) -> tuple[States, int]:
+    """Returns the states after one iteration, and the number of environments that took no step in it."""
+    found = run.ranks.each(lambda state: run.iterate(state, random=random, phase=phase), states)
+    return tuple(state for state, _ in found), sum(sum(idle) for _, idle in found)
 
 
 def _check_begin(run_dir: Path, begin: int, ahead: list[Leg]) -> None:
     kept = snapshots(run_dir)
     if begin not in kept:
         known = ", ".join(map(str, kept)) or "none"
-        raise cli.UsageError(f"--begin={begin}: {run_dir} has no snapshot of that step (it has {known}); take one, or 0")
+        raise cli.UsageError(
+            f"--begin={begin}: {run_dir} has no snapshot of that step (it has {known}); take one, or 0"
+        )
     resumed = bool(ahead) and ahead[0].begin == begin
     if "replay.rank0" not in kept[begin]["parts"] and not resumed:
         raise cli.UsageError(
@@ -144,7 +147,7 @@ def _check_begin(run_dir: Path, begin: int, ahead: list[Leg]) -> None:
         )
 
 
-def _simulated(run_dir: Path, changes: Mapping[str, Any]) -> dict[str, Any]:
+def _simulated(run_dir: Path) -> dict[str, Any]:
     """Returns the change by which this process stands for the processes of a run under torchrun."""
     if "RANK" in os.environ:
         raise cli.UsageError("a run is repeated by one process; start it without torchrun")
@@ -160,21 +163,22 @@ def _config(leg: Leg, extra: Mapping[str, Any]) -> TrainConfig:
         raise cli.UsageError(f"this run cannot be repeated in one process here: {error}") from None
 
 
-def _stage(run_dir: Path, home: Path, step: int) -> None:
+def _continued(run_dir: Path, home: Path, start: int, config: TrainConfig) -> TrainConfig:
+    """Returns the config that opens the run in `home` at `start`, with these settings from there on."""
+    if start == 0:
+        return dataclasses.replace(config, run_dir=str(home))
+    if not home.exists():
+        _link(run_dir, home, start)
+    settings = stored(config)
+    info = runlog.describe(home) | {"config": settings, "config_digest": identity.digest(settings)}
+    files.write_whole(home / "run.json", json.dumps(info).encode())
+    return TrainConfig(resume=str(manifest.folder_of(home / "snapshots", start)))
+
+
+def _link(run_dir: Path, home: Path, step: int) -> None:
     """Makes a run's folder whose one snapshot is links to the files of the original."""
-    source = manifest.folder_of(run_dir / "snapshots", step).resolve()
-    target = manifest.folder_of(home / "snapshots", step)
+    source, target = (manifest.folder_of(folder / "snapshots", step) for folder in (run_dir.absolute(), home))
     target.mkdir(parents=True)
     for path in source.iterdir():
         (target / path.name).symlink_to(path)
     (home / "run.json").write_bytes((run_dir / "run.json").read_bytes())
-
-
-def _set(home: Path, config: TrainConfig) -> None:
-    """Gives the run in `home` other settings, as a resume would."""
-    info = runlog.describe(home)
-    settings = info["config"] | {
-        name: value for name, value in cli.to_dict(config).items() if name not in ("run_dir", "resume")
-    }
-    info |= {"config": settings, "config_digest": identity.digest(settings)}
-    files.write_whole(home / "run.json", json.dumps(info).encode())

@@ -26,7 +26,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-import functional_sl
 from functional_sac import replicas
 from functional_sac.replicas import States
 from functional_sl import tree
@@ -36,8 +35,8 @@ NAME = "trace.safetensors"
 _FORMAT = 1
 # A leaf's stage is the first part of its name that stands here, behind `run.rank0/` and the like.
 _STAGES = (
-    "key", "noise", "env", "observation", "done", "env_steps", "episodes", "replay", "scale", "sac", "actor",
-    "temperature", "critic", "target", "updates", "metrics",
+    "key", "noise", "env", "observation", "done", "env_steps", "refused", "episodes", "replay", "scale", "sac",
+    "actor", "temperature", "critic", "target", "updates", "metrics",
 )  # fmt: skip
 _EXTRAS = ("gymnasium", "mujoco", "mujoco-warp", "warp-lang")
 # Numbers depend on these variables through the libraries that read them.
@@ -74,8 +73,12 @@ def parts(states: States, with_replay: bool = True) -> dict[str, tree.Tree]:
 
 
 def leaves(values: dict[str, tree.Tree]) -> dict[str, Tensor]:
-    """Returns the leaves of a snapshot's parts as `part/name`, in the order of their computation."""
+    """Returns the leaves of a snapshot's parts as `part/name`, in the order of their computation.
+
+    The number under which live environments stand in one process is left out.
+    """
     found = {f"{part}/{name}": leaf for part, value in values.items() for name, leaf in tree.named(value).items()}
+    found = {name: leaf for name, leaf in found.items() if not name.endswith("/env/session")}
     return dict(sorted(found.items(), key=lambda item: _stage(item[0])))
 
 
@@ -104,11 +107,11 @@ def digests(states: States, iterations: int | None) -> tuple[tuple[str, ...], li
 
 
 def _newest(replay: tree.Tree, iterations: int) -> tree.Tree:
-    """Returns the replay with the rows of the last iterations alone; the seeds of a run share their cursor."""
-    capacity, end = replay.rows.shape[-2], int(replay.cursor.reshape(-1)[0])
-    count = min(iterations * replay.window.shape[-2], capacity)
-    slots = torch.arange(end - count, end, device=replay.rows.device) % capacity
-    return replay._replace(rows=replay.rows.index_select(-2, slots))
+    """Returns the replay with the rows of the last iterations alone; every seed of a run has a cursor of its own."""
+    capacity, count = replay.rows.shape[-2], iterations * replay.window.shape[-2]
+    back = torch.arange(-min(count, capacity), 0, device=replay.rows.device)
+    slots = (replay.cursor.unsqueeze(-1) + back) % capacity
+    return replay._replace(rows=torch.take_along_dim(replay.rows, slots.unsqueeze(-1), -2))
 
 
 def write(run_dir: Path, trace: Trace) -> Path:
@@ -174,7 +177,7 @@ def _extras() -> dict[str, str]:
 @functools.cache
 def _code() -> str:
     """Returns a digest of this project's source: two states of one version may compute other bits."""
-    root, sha = Path(functional_sl.__file__).parents[1], hashlib.sha256()
+    root, sha = Path(__file__).parents[2], hashlib.sha256()
     for package in ("functional_sl", "functional_sac"):
         for path in sorted((root / package).rglob("*.py")):
             sha.update(f"{path.relative_to(root).as_posix()}\n".encode() + path.read_bytes())

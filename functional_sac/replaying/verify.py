@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,6 +16,7 @@ from torch import Tensor
 from functional_sac.replaying import repeat, trace
 from functional_sac.replaying.repeat import Leg, Moment
 from functional_sac.replaying.trace import Trace
+from functional_sac.replicas import States
 from functional_sl import tree
 from functional_sl.run import cli, identity, manifest, runlog, snapshot
 
@@ -77,8 +80,16 @@ def verify(
       RunError, SnapshotError: for a folder that cannot be read.
     """
     home = Path(run_dir).expanduser()
-    found = trace.read(home)
-    return _compare(home, begin, end, changes or {}, found, None)
+    reference = _reference(home, trace.read(home))
+    comparison = _Comparison(reference, begin)
+    end = reference.end if end is None else end
+    if not begin < end <= reference.end:
+        raise cli.UsageError(f"--begin={begin} --end={end}: {home} can be compared up to step {reference.end}")
+    for moment in _moments(home, begin, end, changes or {}):
+        comparison.take(moment)
+        if comparison.done:
+            break
+    return comparison.report(_moved(reference, begin, changes or {}, moment.states))
 
 
 def record(run_dir: str | os.PathLike[str], every: int = 1) -> Report:
@@ -89,84 +100,157 @@ def record(run_dir: str | os.PathLike[str], every: int = 1) -> Report:
       every: iterations from one record to the next.
 
     Returns:
-      What `verify` returns without a trace; with a difference nothing has been written.
+      What `verify` returns without a trace; where something differs, nothing has been written.
 
     Raises:
-      UsageError, RunError, SnapshotError: as `verify`, and if the trace cannot be written.
+      UsageError: as `verify`.
+      RunError, SnapshotError: as `verify`, and if the trace cannot be written.
     """
-    home, recorder = Path(run_dir).expanduser(), _Recorder(every)
-    report = _compare(home, 0, None, {}, None, recorder)
-    if report.first is None:
-        trace.write(home, recorder.trace(home))
-    return report
+    if every < 1:
+        raise cli.UsageError(f"--every={every}: expected 1 or more iterations")
+    home = Path(run_dir).expanduser()
+    reference = _reference(home, None)
+    comparison, rows = _Comparison(reference, 0), []
+    for number, moment in enumerate(_moments(home, 0, reference.end, {})):
+        comparison.take(moment)
+        if comparison.first is not None:
+            return comparison.report(_moved(reference, 0, {}, moment.states))
+        if number % every == 0 or moment.env_steps in reference.kept:
+            whole = moment.env_steps in reference.kept
+            names, words = trace.digests(moment.states, None if whole else every)
+            rows.append((moment.env_steps, moment.updates, words))
+    about = {
+        "run_id": runlog.describe(home)["run_id"],
+        "every": every,
+        "whole": [*reference.kept],
+        "settings": {str(leg.begin): leg.settings for leg in reference.legs},
+        "environment": trace.environment(moment.states[0].key.device),
+    }
+    env_steps, updates, words = (torch.tensor(column) for column in zip(*rows, strict=True))
+    trace.write(home, Trace(about, names, env_steps, updates, words))
+    return comparison.report(_moved(reference, 0, {}, moment.states))
 
 
-def _compare(
-    home: Path, begin: int, end: int | None, changes: Mapping[str, Any], found: Trace | None, recorder: _Recorder | None
-) -> Report:
+def _moments(home: Path, begin: int, end: int, changes: Mapping[str, Any]) -> Iterator[Moment]:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when CUDA starts
-    path, kept = repeat.legs(home), repeat.snapshots(home)
-    reference = _Reference(home, path, kept, found)
-    end = reference.end if end is None else end
-    if begin >= end:
-        raise cli.UsageError(f"--begin={begin}, --end={end}: nothing to repeat; the run can be compared to {reference.end}")
-    comparison = _Comparison(reference, begin)
     with torch.no_grad(), contextlib.closing(repeat.moments(home, begin, end, changes)) as repeated:
-        for number, moment in enumerate(repeated):
-            comparison.take(moment)
-            if recorder is not None:
-                recorder.take(number, moment, moment.env_steps in kept or moment.env_steps >= end)
-            if comparison.done:
-                break
-        environment = reference.moved(begin, changes, moment.states[0].key.device)
-    if recorder is not None:
-        recorder.whole, recorder.environment = sorted(kept), trace.environment(moment.states[0].key.device)
-    return comparison.report(environment)
+        yield from repeated
 
 
+@dataclasses.dataclass(frozen=True)
 class _Reference:
-    """What is known of the run."""
+    """What is known of a run."""
 
-    def __init__(self, home: Path, path: list[Leg], kept: dict[int, manifest.Manifest], found: Trace | None) -> None:
-        self.home, self.path, self.kept, self.trace = home, path, kept, found
-        # What the run did since a later resume from an earlier step was never recorded.
-        settings = found.about["settings"] if found else {}
-        limit = min((leg.begin for leg in path if str(leg.begin) not in settings), default=None)
-        steps = found.env_steps.tolist() if found else []
-        self.rows = {step: row for row, step in enumerate(steps) if limit is None or step <= limit}
-        known = [*kept, *self.rows]
-        if not known or max(known) == 0:
-            raise cli.UsageError(f"{home}: holds neither a snapshot nor a trace, so there is nothing to compare with")
-        self.end = max(known)
+    home: Path
+    legs: list[Leg]
+    kept: dict[int, manifest.Manifest]  # its snapshots
+    trace: Trace | None
+    rows: dict[int, int]  # the trace's rows that count, by step
+    end: int
 
-    def recorded(self, moment: Moment) -> tuple[int, list[str]] | None:
-        """Returns the updates that the trace has for a moment and the names that differ, or None without a record."""
+    def recorded(self, moment: Moment) -> list[str] | None:
+        """Returns the names whose digests differ from the trace's, or None where nothing was recorded."""
         if self.trace is None or (row := self.rows.get(moment.env_steps)) is None:
             return None
         whole = moment.env_steps in self.trace.about["whole"]
-        names, words = trace.digests(moment.states, None if whole else self.trace.about["every"])
+        now = dict(zip(*trace.digests(moment.states, None if whole else self.trace.about["every"]), strict=True))
         before = dict(zip(self.trace.names, self.trace.digests[row].tolist(), strict=True))
-        now = dict(zip(names, words, strict=True))
-        other = [name for name in names if now[name] != before.get(name)]
-        return row, other + [name for name in before if name not in now]
+        return [name for name in now | before if now.get(name) != before.get(name)]
 
-    def stored(self, moment: Moment) -> tuple[list[str], Gap | None] | None:
-        """Returns the names that differ from a snapshot's and the largest gap, or None without a snapshot."""
+    def stored(self, moment: Moment) -> dict[str, tuple[bool, float]] | None:
+        """Returns every leaf that differs from a snapshot's, or None where none was kept.
+
+        With each: whether its values are real numbers, and their largest difference.
+        """
         if (content := self.kept.get(moment.env_steps)) is None:
             return None
         like = trace.parts(moment.states, "replay.rank0" in content["parts"])
         folder = manifest.folder_of(self.home / "snapshots", moment.env_steps)
         before, now = trace.leaves(snapshot.restore(folder, like)[0]), trace.leaves(like)
-        other = [name for name in now if not tree.bits_equal(now[name], before[name])]
-        return other, _largest(moment.env_steps, {name: (before[name], now[name]) for name in other})
+        other = [name for name in now if not tree.bits_equal(before[name], now[name])]
+        return {name: (now[name].is_floating_point(), _gap(before[name], now[name])) for name in other}
 
-    def moved(self, begin: int, changes: Mapping[str, Any], device: torch.device) -> dict[str, tuple[str, str]]:
-        """Returns what differs from the time when the run was recorded, or else made."""
-        used = [leg for leg in self.path if leg.end > begin]
-        if self.trace is None:
-            then = used[0].versions | {name: str(used[0].settings[name]) for name in changes}
-            return identity.differences(then, {**{k: v for k, v in identity.versions().items()}, **_texts(changes)})
-        before = {str(leg.begin): leg.settings for leg in self.path if str(leg.begin) in self.trace.about["settings"]}
-        found = identity.differences(self.trace.about["settings"], before)
-        found |= {name: (json_of(used[0].settings[name]), json_of(value)) for name, value in changes.items()}
-        return found | identity.differences(self.trace.about["environment"], trace.environment(device))
+
+def _reference(home: Path, found: Trace | None) -> _Reference:
+    legs, kept = repeat.legs(home), repeat.snapshots(home)
+    # What the run has done anew since a later resume from an earlier step was never recorded.
+    settings = found.about["settings"] if found else {}
+    limit = min((leg.begin for leg in legs if str(leg.begin) not in settings), default=None)
+    steps = found.env_steps.tolist() if found else []
+    rows = {step: row for row, step in enumerate(steps) if limit is None or step <= limit}
+    end = max((*kept, *rows), default=0)
+    if end == 0:
+        raise cli.UsageError(f"{home}: holds neither a snapshot nor a trace, so there is nothing to compare with")
+    return _Reference(home, legs, kept, found, rows, end)
+
+
+class _Comparison:
+    """The comparisons of one repetition, in order."""
+
+    def __init__(self, reference: _Reference, begin: int) -> None:
+        self._reference, self._begin, self._end = reference, begin, begin
+        # A resume takes over the learner; without a replay in the snapshot, or with live environments, the rest of
+        # the state begins anew and is not what was recorded at that step.
+        self._resumed = begin > 0 and begin in {leg.begin for leg in reference.legs}
+        self._updates: int | None = None  # at the last comparison that agreed
+        self._snapshots = self._iterations = 0
+        self.first: Difference | None = None
+        self._gap: Gap | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether there is nothing more to find out."""
+        return self.first is not None and (self._gap is not None or self._end >= max(self._reference.kept, default=0))
+
+    def take(self, moment: Moment) -> None:
+        """Compares a state with what is known of it; after the first difference with snapshots alone."""
+        recorded = self._reference.recorded(moment) if self.first is None else None
+        if recorded and moment.env_steps == self._begin and self._resumed:
+            recorded = [name for name in recorded if name.startswith("learner/")]
+        if recorded is not None:
+            self._iterations += 1
+            self._enter(moment, recorded, "trace")
+        # The state from which the repetition began is the snapshot's own.
+        stored = self._reference.stored(moment) if moment.env_steps > self._begin else None
+        if stored is not None:
+            self._snapshots += 1
+            if self.first is None:
+                self._enter(moment, [*stored], "snapshot")
+            if stored:
+                # The gap of two keys or counters says little beside one of real numbers.
+                leaf = max(stored, key=stored.__getitem__)
+                self._gap = Gap(moment.env_steps, leaf, stored[leaf][1])
+        if recorded is not None or stored is not None:
+            self._end = moment.env_steps
+        if self._updates is None or self._end == moment.env_steps:
+            self._updates = moment.updates
+
+    def _enter(self, moment: Moment, names: list[str], seen_in: str) -> None:
+        if names:
+            since = moment.updates if self._updates is None else self._updates
+            self.first = Difference(moment.env_steps, since + 1, moment.updates, names[0], len(names), seen_in)
+
+    def report(self, environment: dict[str, tuple[str, str]]) -> Report:
+        """Returns what was found."""
+        counts = self._snapshots, self._iterations
+        return Report(self._begin, self._end, *counts, environment, self.first, self._gap)
+
+
+def _gap(before: Tensor, now: Tensor) -> float:
+    gap = (before.double() - now.double()).abs()
+    return float(torch.where(gap.isnan(), math.inf, gap).amax())
+
+
+def _moved(reference: _Reference, begin: int, changes: Mapping[str, Any], states: States) -> dict[str, tuple[str, str]]:
+    """Returns what is not as it was when the run was recorded or, without a trace, made."""
+    leg = next(leg for leg in reference.legs if leg.end > begin)
+    then: dict[str, Any] = {name: leg.settings[name] for name in changes}
+    now: dict[str, Any] = dict(changes)
+    if len(states) != leg.settings["simulated_ranks"]:
+        then["ranks"], now["ranks"] = f"{len(states)} processes", f"{len(states)} threads of one"
+    if reference.trace is None:
+        return identity.differences(then | leg.versions, now | identity.versions())
+    about = reference.trace.about
+    then |= about["environment"] | {"settings": about["settings"]}
+    settings = {str(leg.begin): leg.settings for leg in reference.legs if str(leg.begin) in about["settings"]}
+    return identity.differences(then, now | trace.environment(states[0].key.device) | {"settings": settings})

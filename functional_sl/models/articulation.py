@@ -205,26 +205,24 @@ DOUBLE_PENDULUM = Robot(
 )
 
 
-def _leg(name: str, parent: int, x: float, y: float) -> tuple[Body, Body, Body]:
-    """A rigid stub, an upper leg turning about z and a lower leg bending downwards."""
-    out, joint = (x, y, 0.0), {"effort": 400.0, "armature": 0.05, "damping": 1.0}
+def _leg(name: str, index: int, x: float, y: float) -> tuple[Body, Body, Body]:
+    """A rigid stub on the torso, an upper leg turning about z and a lower leg; `index` is the stub's."""
+    out, motor = (x, y, 0.0), {"effort": 400.0, "armature": 0.05, "damping": 1.0}
     degree = math.pi / 180
-    hip = Joint(f"{name}_hip", "hinge", (0.0, 0.0, 1.0), (-40 * degree, 40 * degree), **joint)
+    hip = Joint(f"{name}_hip", "hinge", (0.0, 0.0, 1.0), (-40 * degree, 40 * degree), **motor)
     # About this horizontal axis a positive angle lowers the foot.
-    knee = Joint(f"{name}_knee", "hinge", (-y, x, 0.0), (30 * degree, 100 * degree), **joint)
+    knee = Joint(f"{name}_knee", "hinge", (-y, x, 0.0), (30 * degree, 100 * degree), **motor)
     return (
-        Body(f"{name}_stub", parent, (0.0, 0.0, 0.0), None, (Geom(f"{name}_stub", 0.08, 7.8, end=out),)),
-        Body(f"{name}_upper", parent + 1, out, hip, (Geom(f"{name}_upper", 0.08, 7.8, end=out),)),
-        Body(f"{name}_lower", parent + 2, out, knee, (Geom(f"{name}_lower", 0.08, 13.5, end=(2 * x, 2 * y, 0.0)),)),
+        Body(f"{name}_stub", 0, (0.0, 0.0, 0.0), None, (Geom(f"{name}_stub", 0.08, 7.8, end=out),)),
+        Body(f"{name}_upper", index, out, hip, (Geom(f"{name}_upper", 0.08, 7.8, end=out),)),
+        Body(f"{name}_lower", index + 1, out, knee, (Geom(f"{name}_lower", 0.08, 13.5, end=(2 * x, 2 * y, 0.0)),)),
     )
 
 
 def _ant() -> Robot:
     bodies = [Body("torso", -1, (0.0, 0.0, 0.0), None, (Geom("torso", 0.25, 65.4),))]
-    for name, x, y in (("front_left", 0.2, 0.2), ("back_left", -0.2, 0.2), ("back_right", -0.2, -0.2), ("front_right", 0.2, -0.2)):
-        start = len(bodies)
-        stub, upper, lower = _leg(name, 0, x, y)
-        bodies += [stub, upper._replace(parent=start), lower._replace(parent=start + 1)]
+    for name, x, y in (("front_left", 1, 1), ("back_left", -1, 1), ("back_right", -1, -1), ("front_right", 1, -1)):
+        bodies += _leg(name, len(bodies), 0.2 * x, 0.2 * y)
     return Robot("ant", tuple(bodies), floating=True, ground=True, substeps=16)
 
 

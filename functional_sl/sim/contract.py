@@ -29,7 +29,7 @@ class SimState(NamedTuple):
     Attributes:
       qpos: base position, base quaternion, then one angle a joint.
       qvel: base linear velocity in the world frame, base angular velocity in the base's own frame, joint velocities.
-      warmstart: acceleration from which the constraint solver starts its next step.
+      warmstart: acceleration from which the constraint solver starts its next step; 0 on a CPU, where it starts anew.
       body_pos: origin of each body frame, in the world frame.
       body_quat: orientation of each body frame; unit quaternions of either sign.
       body_lin_vel: velocity of the origin of the body frame (not of the centre of mass), in the world frame.
@@ -144,12 +144,13 @@ class Simulator(NamedTuple):
       model: facts of the robot.
       device: where all tensors live.
       init: `(num_worlds) -> SimState`, all robots at rest in the standing pose.
-      step: `(state, ctrl [N, J] float32 target angles) -> SimState`, `decimation` physics substeps. A world with a
-        non-finite state or target becomes or stays non-finite until it is reset; the others do not notice.
+      step: `(state, ctrl [N, J] float32 target angles) -> SimState`, `decimation` physics substeps. A world
+        whose state or target holds NaN, infinity or a number beyond 1e10 becomes NaN and stays it until it is reset;
+        the others do not notice.
       reset: `(state, mask [N] bool, qpos [N, 7 + J], qvel [N, 6 + J]) -> SimState`: worlds of the mask are put there,
         with body poses and velocities computed anew; all leaves of the others keep their bits. Also the way to push a
         robot: give the old qpos and another qvel.
-      close: frees the engine; no function may be called afterwards.
+      close: frees the engine; afterwards no function may be called and no graph that holds one replayed.
     """
 
     model: RobotModel
@@ -160,29 +161,75 @@ class Simulator(NamedTuple):
     close: Callable[[], None]
 
 
+# MuJoCo's own bound (mjMAXVAL) of what is still a number of mechanics.
+LARGEST = 1e10
+FRAMES = ("body_pos", "body_quat", "body_lin_vel", "body_ang_vel")
+
+
+def screened(model: RobotModel, state: SimState, ctrl: Tensor) -> tuple[SimState, Tensor, Tensor]:
+    """Takes worlds whose state or target is not finite, or beyond `LARGEST`, out of the engine's sight.
+
+    Returns:
+      The state and the targets, with the standing pose at rest in the place of such worlds, and which worlds [N] those
+      are.
+    """
+    joined = torch.cat((state.qpos, state.qvel, state.warmstart, ctrl), dim=1)
+    broken = ~(joined.abs() < LARGEST).all(dim=1)
+    rows = broken.unsqueeze(1)
+    safe = state._replace(
+        qpos=torch.where(rows, model.default_qpos, state.qpos),
+        qvel=state.qvel.masked_fill(rows, 0.0),
+        warmstart=state.warmstart.masked_fill(rows, 0.0),
+    )
+    return safe, torch.where(rows, model.default_joint_pos, ctrl), broken
+
+
+def poisoned(state: SimState, broken: Tensor) -> SimState:
+    """Returns the state with NaN in all measurements of the worlds `broken` [N]."""
+    return SimState(
+        *(
+            leaf.masked_fill(broken.reshape(-1, *[1] * (leaf.ndim - 1)), torch.nan)
+            if leaf.is_floating_point()
+            else leaf
+            for leaf in state
+        )
+    )
+
+
+def overflowed(state: SimState) -> dict[str, Tensor]:
+    """Counts the worlds that exceeded a capacity in the last control step, by the name of the capacity to raise.
+
+    Returns:
+      0-d int64 tensors: `contacts` and `constraints`.
+    """
+    return {name: ((state.overflow & bits) != 0).sum() for name, bits in _CAPACITIES.items()}
+
+
+# Bits of MuJoCo Warp: 1 and 2 for rows and entries of constraints, then pairs, contacts and convex pairs.
+_CAPACITIES = {"contacts": 4 | 8 | 16, "constraints": 1 | 2}
+
+
 def check_step(model: RobotModel, state: SimState, ctrl: Tensor) -> None:
-    """Checks the arguments of `Simulator.step` by shape.
+    """Checks the arguments of `Simulator.step` by shape and dtype.
 
     Raises:
-      ValueError: naming the shape found and the one expected.
+      ValueError: naming what was found and what is expected.
     """
-    expected = (state.qpos.shape[0], len(model.joint_names))
-    if tuple(ctrl.shape) != expected:
-        raise ValueError(f"{model.name}: ctrl has shape {tuple(ctrl.shape)}; these worlds take {expected}")
+    _check(model, "ctrl", ctrl, (state.qpos.shape[0], len(model.joint_names)), torch.float32)
 
 
 def check_reset(model: RobotModel, state: SimState, mask: Tensor, qpos: Tensor, qvel: Tensor) -> None:
-    """Checks the arguments of `Simulator.reset` by shape and dtype; raises as `check_step` does."""
-    if mask.dtype != torch.bool or mask.shape != state.qpos.shape[:1]:
+    """Checks the arguments of `Simulator.reset` as `check_step` does."""
+    _check(model, "the reset mask", mask, state.qpos.shape[:1], torch.bool)
+    _check(model, "the reset's qpos", qpos, state.qpos.shape, torch.float32)
+    _check(model, "the reset's qvel", qvel, state.qvel.shape, torch.float32)
+
+
+def _check(model: RobotModel, what: str, found: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if found.shape != shape or found.dtype != dtype:
         raise ValueError(
-            f"{model.name}: the reset mask is {mask.dtype} {tuple(mask.shape)}; "
-            f"these worlds take torch.bool {tuple(state.qpos.shape[:1])}"
+            f"{model.name}: {what} is {found.dtype} {tuple(found.shape)}; these worlds take {dtype} {tuple(shape)}"
         )
-    for name, given, own in (("qpos", qpos, state.qpos), ("qvel", qvel, state.qvel)):
-        if given.shape != own.shape:
-            raise ValueError(
-                f"{model.name}: reset got {name} of shape {tuple(given.shape)}; these worlds take {tuple(own.shape)}"
-            )
 
 
 def _indices(model: RobotModel, kind: str, known: tuple[str, ...], names: tuple[str, ...]) -> list[int]:

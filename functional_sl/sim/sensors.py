@@ -5,9 +5,8 @@ All take the robot's facts, a state of N worlds and the name of a site.
 
 from __future__ import annotations
 
-from torch import Tensor
-
 import torch
+from torch import Tensor
 
 from functional_sl.sim import rotation
 from functional_sl.sim.contract import RobotModel, SimState

@@ -18,7 +18,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from functional_sl import tree
+from functional_sl import keys, tree
 from functional_sl.run import files, identity
 
 FORMAT, VERSION = "functional_sl.episodes", "1"
@@ -54,7 +54,7 @@ class Episodes(NamedTuple):
     terminated: Tensor  # [E] bool: the task ended there; else the recording stopped
 
 
-def features_named(width: int, prefix: str) -> tuple[tuple[str, str], ...]:
+def unnamed_channels(width: int, prefix: str) -> tuple[tuple[str, str], ...]:
     """Returns names for channels that nobody named: `prefix_0` and so on, of unknown unit."""
     return tuple((f"{prefix}_{i}", "") for i in range(width))
 
@@ -92,6 +92,25 @@ def select(episodes: Episodes, chosen: Sequence[int] | Tensor) -> Episodes:
     frames = torch.cat([torch.arange(start, start + length) for start, length in spans])
     values = {name: value[frames] for name, value in episodes.values.items()}
     return Episodes(episodes.schema, values, lengths, episodes.terminated[chosen])
+
+
+def split(episodes: Episodes, share: float, key: Tensor) -> tuple[Episodes, Episodes]:
+    """Returns the episodes without and with a random share of them, held out whole; each part has at least one.
+
+    Args:
+      episodes: at least two.
+      share: of the second part, in (0, 1).
+      key: [2].
+
+    Raises:
+      ValueError: for a single episode.
+    """
+    total = len(episodes.lengths)
+    if total < 2:
+        raise ValueError("there is one episode, and a held-out part needs a whole one too: record more")
+    count = min(max(1, round(share * total)), total - 1)
+    order = keys.permutation(key, total)
+    return select(episodes, order[count:].sort().values), select(episodes, order[:count].sort().values)
 
 
 def valid(episodes: Episodes) -> Tensor:
@@ -156,6 +175,7 @@ def write(path: str | os.PathLike[str], episodes: Episodes) -> None:
         "version": VERSION,
         "schema": identity.canonical(as_json(episodes.schema), "schema"),
         "digest": digest(episodes),
+        "versions": identity.canonical(identity.versions(), "versions"),
     }
     tensors = _tensors(episodes)
     encode = _encode_hdf5 if _suffix(path) in _HDF5 else safetensors.torch.save

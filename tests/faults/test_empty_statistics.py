@@ -58,11 +58,11 @@ def test_infinite_rewards_are_null_by_name_and_no_score(tmp_path, capsys):
     records = lines(tmp_path)
     assert records[-1]["eval_return_mean"] is None
     assert records[-1]["nonfinite"]["eval_return_mean"] == "-inf"
-    assert records[-1]["skipped_critic"] > 0
+    assert (records[-1]["skipped_critic"], records[-1]["refused_steps"] > 0) == (0, True)
     assert "eval_return_mean" not in tags(tmp_path)
     assert "updates" in tags(tmp_path)
     assert snapshot.best(tmp_path) is None
     last = json.loads(capsys.readouterr().out.splitlines()[-1], parse_constant=pytest.fail)
     assert (last["eval_return_mean"], last["nonfinite"]["eval_return_mean"]) == (None, "-inf")
-    # Not one update was taken over from such a batch.
+    # Not one such step was stored, so no update saw any.
     assert all(torch.isfinite(leaf).all() for name, leaf in tiny_runs.state(tmp_path).items() if "/params/" in name)

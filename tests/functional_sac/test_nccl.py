@@ -40,10 +40,11 @@ CONFIG = {
 }  # fmt: skip
 
 
-def setup(here: World, **changes):
-    """Returns a state (learner, replay, reward scale) of this rank and its compiled cycle over the ranks."""
+def setup(here: World, compiled: bool = False, **changes):
+    """Returns a state (learner, replay, reward scale) of this rank and its cycle over the ranks."""
     config = SACConfig(**CONFIG | changes)
-    learner = make_learner(config, SPEC, collectives.over(here), capture.compiled)
+    wrap = {"wrap": capture.compiled} if compiled else {}
+    learner = make_learner(config, SPEC, collectives.over(here), **wrap)
     sac = learner.init(keys.key(0, here.device))
     sac = sac._replace(key=keys.fold_in(sac.key, here.rank))
     own = torch.Generator().manual_seed(here.rank)
@@ -75,10 +76,10 @@ def learner_of_sac(sac):
     return sac._replace(key=())
 
 
-def captured_against_launched(changes: dict) -> None:
+def captured_against_launched(compiled: bool, changes: dict) -> None:
     """100 cycles each, then 20 more from a restored state in the owned buffers."""
     with torch.no_grad(), world("cuda") as here:
-        state, cycle = setup(here, **changes)
+        state, cycle = setup(here, compiled, **changes)
         captured, owned, launched = capture.Captured(cycle, hooks(here)), tree.clone(state), state
         for _ in range(100):
             owned, metrics = captured(owned)
@@ -100,10 +101,18 @@ def captured_against_launched(changes: dict) -> None:
 
 
 @sizes
-@pytest.mark.parametrize("wire", ["float32", "bfloat16"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_replays_are_the_launched_cycles_bit_by_bit(size: int, wire: str, dtype: str) -> None:
-    run_ranks(size, captured_against_launched, {"dp_gradient_wire_dtype": wire, "compute_dtype": dtype}, timeout=300)
+@pytest.mark.parametrize(
+    ("wire", "dtype", "compiled"),
+    [
+        ("float32", "float32", True),
+        ("bfloat16", "bfloat16", True),
+        ("float32", "bfloat16", False),
+        ("bfloat16", "float32", False),
+    ],
+)
+def test_replays_are_the_launched_cycles_bit_by_bit(size: int, wire: str, dtype: str, compiled: bool) -> None:
+    changes = {"dp_gradient_wire_dtype": wire, "compute_dtype": dtype}
+    run_ranks(size, captured_against_launched, compiled, changes, timeout=400)
 
 
 def a_thousand_replays() -> dict:

@@ -63,9 +63,10 @@ def test_what_is_loaded_predicts_the_same_bits(tmp_path: Path, dtype: torch.dtyp
     assert loaded.self_test == (0.0, bundles.TOLERANCES[dtype], True)
     assert loaded.about == bundle.about
     assert_bits_equal(dict(loaded.bundle.tensors), dict(bundle.tensors))
+    contiguous = bundles.on_device(bundle, "cpu")  # a product with a transposed view may round otherwise
     for rows in (1, 17):
         inputs = {"x": torch.randn(rows, 3).to(dtype), "offset": torch.randn(rows, 2).to(dtype)}
-        assert_bits_equal(loaded.predict(inputs), bundles.predict(bundle, inputs))
+        assert_bits_equal(loaded.predict(inputs), bundles.predict(contiguous, inputs))
     row = {"x": (bundle.tensors["mean"] + bundle.tensors["std"])[None], "offset": torch.ones(1, 2, dtype=dtype)}
     by_hand = {"y": (2 * bundle.tensors["w.0"].sum(1) + 1)[None], "norm": torch.full((1,), 3.0, dtype=dtype)}
     torch.testing.assert_close(loaded.predict(row), by_hand)
@@ -163,7 +164,7 @@ def test_a_function_that_has_changed_fails_the_self_test(tmp_path: Path, monkeyp
         if passes:
             assert 0 < bundles.load(path).self_test.difference < 1e-5
         else:
-            with pytest.raises(BundleError, match="differ from the stored ones by 0.01"):
+            with pytest.raises(BundleError, match=r"differ from the stored ones by 0\.01"):
                 bundles.load(path)
 
 

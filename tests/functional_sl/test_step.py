@@ -281,3 +281,40 @@ def test_a_running_transform_is_seen() -> None:
     torch.func.vmap(note)(torch.ones(2, 3))
     torch.func.grad(note)(torch.ones(3))
     assert seen == [False, True, True]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_accumulation_sums_micro_batches(ranks: int) -> None:
+    """Against `backward` on the sum of the losses; statistics pass on, and 3 ranks average: 1e-6, of other sums."""
+    step = make_step(loss, optim.adam(0.05), simulated(ranks), accumulation=2)
+    weight, bias = (p.clone().requires_grad_() for p in linear())
+    optimizer, moved = torch.optim.Adam([weight, bias], 0.05), [torch.zeros(3) for _ in range(ranks)]
+    state = tree.stack([step.init(linear(), torch.zeros(3))] * ranks)
+    for n in range(4):
+        parts = [batches(8 * ranks)[2 * (n * ranks + r) : 2 * (n * ranks + r) + 2] for r in range(ranks)]
+        total = 0.0
+        for rank, both in enumerate(parts):
+            for batch in both:
+                total = total + F.mse_loss(F.linear(batch.x, weight, bias), batch.y) / ranks
+                moved[rank] = torch.lerp(moved[rank], batch.x.mean(0), 0.1)
+        optimizer.zero_grad()
+        total.backward()
+        # The term with the root has the derivative 1/2 in b[0] for each micro-batch.
+        bias.grad[0] += 1.0
+        optimizer.step()
+        inputs = tree.stack([tree.stack(both) for both in parts])
+        state, ok, aux = torch.func.vmap(step.update)(state, inputs)
+        assert ok.all()
+        assert aux.sentinel.tolist() == [0.0] * ranks
+        torch.testing.assert_close(aux.metrics["error"].mean(), total.detach(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(tree.index(state.params, 0), Linear(weight.detach(), bias.detach()), rtol=0, atol=1e-6)
+    torch.testing.assert_close(state.stats, torch.stack(moved))
+
+
+def test_the_sentinel_is_each_ranks_own() -> None:
+    step = make_step(loss, optim.sgd(0.1), simulated(2))
+    state = tree.stack([step.init(linear(), torch.zeros(3))] * 2)
+    good, bad = batches(2)
+    _, ok, aux = torch.func.vmap(step.update)(state, tree.stack([good, BAD["nan loss"](bad)]))
+    assert ok.tolist() == [False, False]
+    assert aux.sentinel.tolist() == [0.0, 1.0]

@@ -1,0 +1,6 @@
+"""Robots built from tables of facts."""
+
+try:
+    import mujoco as _mujoco  # noqa: F401
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError("robots need MuJoCo: pip install 'functional-sac[mujoco]'", name=error.name) from error

@@ -11,15 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+import mujoco
 import torch
 from torch import Tensor
 
 from functional_sl.sim.contract import RobotModel, Site
-
-try:
-    import mujoco
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError("robots need MuJoCo: pip install 'functional-sac[mujoco]'", name=error.name) from error
 
 Vector = tuple[float, ...]
 UNIT = (1.0, 0.0, 0.0, 0.0)
@@ -124,6 +120,28 @@ class Robot(NamedTuple):
     options: Options
 
 
+def table(text: str) -> tuple[Link, ...]:
+    """Reads links from text, three lines each; bars separate the groups of the second and third.
+
+    The lines hold: body, parent, joint, axis, lower and upper limit (`free` for the floating base); position and
+    orientation on the parent, mass; centre of mass, orientation of the principal axes, principal moments.
+    """
+    lines = text.strip().splitlines()
+    return tuple(_link(*lines[i : i + 3]) for i in range(0, len(lines), 3))
+
+
+def _link(names: str, place: str, inertia: str) -> Link:
+    body, parent, joint, *rest = names.split()
+    pos, quat, (mass,) = (_numbers(group.split()) for group in place.split("|"))
+    com, inertia_quat, moments = (_numbers(group.split()) for group in inertia.split("|"))
+    hinge = Joint(joint, rest[0], _numbers(rest[1:])) if rest else None
+    return Link(body, parent, pos, quat, hinge, mass, com, inertia_quat, moments)
+
+
+def _numbers(words: list[str]) -> Vector:
+    return tuple(float(word) for word in words)
+
+
 def build(
     name: str,
     links: tuple[Link, ...],
@@ -207,11 +225,6 @@ def compiled(robot: Robot) -> mujoco.MjModel:
         raise ValueError(f"the model of {robot.name} does not compile: {error}") from error
 
 
-def touch_addresses(robot: Robot, model: mujoco.MjModel) -> list[int]:
-    """Returns where in `sensordata` the touch sensors of `contact_bodies` lie."""
-    return [int(model.sensor(_TOUCH + body).adr[0]) for body in robot.contact_bodies]
-
-
 def _from_tables(name: str, links: tuple[Link, ...], shapes: tuple[Shape, ...], contact: Contact) -> mujoco.MjSpec:
     spec = mujoco.MjSpec()
     spec.modelname = name
@@ -262,8 +275,11 @@ def _from_file(name: str, path: Path, joints: tuple[str, ...], bodies: tuple[str
     _check_joints(name, path, spec, joints)
     missing = [body for body in bodies if spec.body(body) is None]
     if missing:
-        raise ValueError(f"robot model {path} has no body {missing[0]!r}; the tasks of {name} read {', '.join(missing)}")
-    for element in (*spec.actuators, *spec.sensors, *spec.keys):
+        raise ValueError(
+            f"robot model {path} has no body {missing[0]!r}; the tasks of {name} read {', '.join(missing)}"
+        )
+    zones = [site for site in spec.sites if site.name.startswith(_TOUCH)]
+    for element in (*spec.actuators, *spec.sensors, *spec.keys, *zones):
         spec.delete(element)
     return spec
 
@@ -307,14 +323,13 @@ def _set_options(spec: mujoco.MjSpec, options: Options) -> None:
     spec.option.impratio = options.impedance_ratio
     cone = mujoco.mjtCone
     spec.option.cone = cone.mjCONE_ELLIPTIC if options.elliptic else cone.mjCONE_PYRAMIDAL
-    # A diverged world shall show: MuJoCo would put it back to its first pose without a word.
-    spec.option.disableflags |= mujoco.mjtDisableBit.mjDSBL_AUTORESET
 
 
 def _add_motors(spec: mujoco.MjSpec, joints: tuple[str, ...], motors: tuple[Motor, ...]) -> None:
     for name, motor in zip(joints, motors, strict=True):
         joint = spec.joint(name)
-        joint.armature, joint.frictionloss, joint.damping = motor.armature, motor.friction_loss, 0.0
+        joint.armature, joint.frictionloss = motor.armature, motor.friction_loss
+        joint.damping = (0.0, 0.0, 0.0)
         actuator = spec.add_actuator(name=name, target=name, trntype=mujoco.mjtTrn.mjTRN_JOINT)
         actuator.set_to_position(kp=motor.kp, kv=motor.kd)
         actuator.forcerange = (-motor.effort_limit, motor.effort_limit)

@@ -108,12 +108,13 @@ def test_environment_i_starts_from_the_folded_key() -> None:
     assert torch.equal(observation.actor[2], expected)
 
 
-def test_actions_are_clamped_and_a_nan_stays_with_its_environment() -> None:
+def test_actions_are_clamped_and_a_nan_ends_its_own_environments_episode() -> None:
     actions = torch.tensor([[5.0, 0.0], [-5.0, torch.nan], [0.25, 0.0], [0.0, 0.0]])[..., None]
     _, steps = play(counting(), actions)
     assert [float(s.reward[0]) for s in steps] == [1.0, -1.0, 0.25, 0.0]
     assert [float(s.episode_return[0]) for s in steps] == [1.0, 0.0, 0.25, 0.0]
-    assert [bool(s.episode_return[1].isnan()) for s in steps] == [False, True, True, False]
+    assert [bool(s.episode_return[1].isnan()) for s in steps] == [False, True, False, False]
+    assert [int(s.episode_length[1]) for s in steps] == [1, 2, 1, 2]
 
 
 def test_no_leaf_is_shared_and_no_input_is_written() -> None:

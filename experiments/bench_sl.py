@@ -1,0 +1,195 @@
+"""The update of `functional_sl` against `nn.Module`, `torch.optim.AdamW` and DistributedDataParallel.
+
+    python -m experiments.bench_sl
+    torchrun --standalone --nproc-per-node=2 -m experiments.bench_sl --device=cpu
+    python -m experiments.bench_sl --size=paper --device=cuda
+
+Both train the NeRD transformer on the analytic cartpole from the same parameters. First they take the same batches,
+and their losses must agree to `--tolerance`, relative; then each is timed with a sampler of its own kind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from experiments import module_transformer
+from functional_sl import capture, keys, tree
+from functional_sl.models import normalizer
+from functional_sl.models.transformer import Architecture
+from functional_sl.parallel import collectives
+from functional_sl.parallel.world import World, gather, world
+from functional_sl.recipe import Recipe
+from functional_sl.recipes import nerd
+from functional_sl.run import cli
+from functional_sl.training import admission, update
+from functional_sl.training.config import TrainConfig
+
+SIZES = {"small": {"width": 64, "layers": 2, "heads": 4}, "paper": {"width": 192, "layers": 6, "heads": 12}}
+WARM_UPS = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The flags."""
+
+    size: str = cli.option("small", "Of the network.", choices=tuple(SIZES))
+    batch_size: int = cli.option(64, "Windows of a rank; the paper's is 512.")
+    agree: int = cli.option(20, "Updates whose losses are compared.")
+    updates: int = cli.option(30, "Timed updates of each.")
+    tolerance: float = cli.option(1e-4, "Largest relative difference of a loss.")
+    device: str = cli.option("auto", "Where both run.", choices=("auto", "cpu", "cuda"))
+    compile: bool = cli.option(False, "Compile both: the whole update here, the module and its loss there.")
+
+
+class Setting(NamedTuple):
+    """What both sides share."""
+
+    recipe: Recipe
+    config: TrainConfig
+    training: update.Training
+    state: update.TrainState
+    architecture: Architecture
+
+
+def prepare(settings: Settings, here: World) -> Setting:
+    """Returns recipe, functions and the common start."""
+    task = nerd.NeRD(trajectories=200, validation_trajectories=2, evaluation_trajectories=2, **SIZES[settings.size])
+    recipe = nerd.build(task)
+    recipe = recipe._replace(data=tree.to(recipe.data, here.device), validation=tree.to(recipe.validation, here.device))
+    config = TrainConfig(optimizer="adamw", learning_rate=1e-3, clip_norm=1.0, batch_size=settings.batch_size)
+    params, buffers = tree.to(recipe.init(keys.key(0)), here.device)
+    training = update.make_training(recipe, config, collectives.over(here), here.device)
+    names = admission.check(recipe, params, buffers, config.batch_size, keys.key(1, here.device))
+    a = Architecture(
+        recipe.data.inputs.shape[-1], recipe.data.targets.shape[-1], task.width, task.layers, task.heads, task.context
+    )
+    return Setting(recipe, config, training, training.init(params, buffers, names, here.rank), a)
+
+
+def functional(setting: Setting, here: World, compiled: bool, graph: bool) -> capture.Captured | capture.Eager:
+    """Returns the update as the trainer runs it."""
+
+    def one(state: update.TrainState) -> tuple[update.TrainState, dict]:
+        return setting.training.update(state, setting.recipe.data)
+
+    chosen = capture.compiled(one) if compiled else one
+    return capture.Captured(chosen) if graph and here.device.type == "cuda" else capture.Eager(chosen)
+
+
+def modular(setting: Setting, here: World, compiled: bool) -> Callable[[Any], Tensor]:
+    """Returns the update of the module on a batch."""
+    statistics = setting.state.step.stats
+    module = module_transformer.with_parameters(setting.architecture, setting.state.step.params)
+    if here.data_group is not None:
+        module = DistributedDataParallel(module)
+    module = torch.compile(module) if compiled else module
+
+    def loss(outputs: Tensor, batch: nerd.Transitions) -> Tensor:
+        gap = outputs - normalizer.normalize(statistics.targets, batch.targets)
+        return gap.square()[..., statistics.active].mean()
+
+    step = module_transformer.make_update(module, loss, learning_rate=1e-3, clip_norm=1.0)
+    return lambda batch: step(normalizer.normalize(statistics.inputs, batch.inputs), batch)
+
+
+def compare(setting: Setting, here: World, settings: Settings) -> float:
+    """Returns the largest relative difference of this rank's losses over the first updates."""
+    advance, step = functional(setting, here, False, False), modular(setting, here, False)
+    state, largest = setting.state, 0.0
+    for _ in range(settings.agree):
+        draw, _ = keys.split(keys.fold_in(state.own.key, state.own.cursor)).unbind(0)
+        expected = float(step(setting.recipe.sample(setting.recipe.data, draw, settings.batch_size)))
+        before = state.own
+        with torch.no_grad():
+            state, _ = advance(state)
+        items = int(state.own.items - before.items)
+        found = float(state.own.sums["loss"] - before.sums["loss"]) / items
+        largest = max(largest, abs(found / expected - 1))
+    return largest
+
+
+def rate(call: Callable[[], Any], updates: int, device: torch.device) -> float:
+    """Returns calls a second, after warm-ups."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    for _ in range(WARM_UPS):
+        call()
+    wait()
+    begin = time.perf_counter()
+    for _ in range(updates):
+        call()
+    wait()
+    return updates / (time.perf_counter() - begin)
+
+
+def functional_rate(setting: Setting, here: World, settings: Settings, compiled: bool, graph: bool) -> float:
+    """Returns updates a second as the trainer takes them."""
+    advance, state = functional(setting, here, compiled, graph), tree.clone(setting.state)
+
+    def call() -> None:
+        nonlocal state
+        state, _ = advance(state)
+
+    with torch.no_grad(), contextlib.closing(advance):
+        return rate(call, settings.updates, here.device)
+
+
+def modular_rate(setting: Setting, here: World, settings: Settings, compiled: bool) -> float:
+    """Returns updates a second of the module, whose windows torch's own generator draws."""
+    step, data = modular(setting, here, compiled), setting.recipe.data
+    trajectories, steps = data.inputs.shape[:2]
+    window = torch.arange(10, device=here.device)
+
+    def call() -> None:
+        row = torch.randint(trajectories, (settings.batch_size, 1), device=here.device)
+        start = torch.randint(steps - 9, (settings.batch_size, 1), device=here.device)
+        step(nerd.Transitions(*(x[row, start + window] for x in data)))
+
+    return rate(call, settings.updates, here.device)
+
+
+def measure(settings: Settings, here: World) -> dict[str, Any]:
+    """Compares, then times every way of taking an update."""
+    setting = prepare(settings, here)
+    largest = max(gather(here, compare(setting, here, settings)))
+    ways = {"eager": (False, False)}
+    if settings.compile:
+        ways["compiled"] = (True, False)
+    if here.device.type == "cuda":
+        ways["captured"] = (settings.compile, True)
+    rates = {f"functional_{name}": functional_rate(setting, here, settings, *how) for name, how in ways.items()}
+    modes = [False, True] if settings.compile else [False]
+    rates |= {f"module_{'compiled' if c else 'eager'}": modular_rate(setting, here, settings, c) for c in modes}
+    return {
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if here.device.type == "cuda" else "cpu",
+        "threads": torch.get_num_threads(),
+        "ranks": here.size,
+        **dataclasses.asdict(settings),
+        "parameters": module_transformer.count(setting.architecture),
+        "largest_difference": largest,
+        "updates_per_s": {name: round(value, 2) for name, value in rates.items()},
+    }
+
+
+def main() -> None:
+    """Prints the result as one JSON line on rank 0; exits with 1 if the losses disagree."""
+    with cli.exit_on_usage_error("bench_sl"):
+        settings = cli.parse(Settings, program="bench_sl", description=__doc__).config
+    with world(settings.device) as here:
+        result = measure(settings, here)
+        if here.rank == 0:
+            print(json.dumps(result))
+    raise SystemExit(0 if result["largest_difference"] <= settings.tolerance else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""CUDA process sharing (NVIDIA MPS): several processes of one user run kernels on one GPU side by side."""

@@ -1,0 +1,37 @@
+"""The functional update and the module with `torch.optim` take the same path."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from experiments import bench_sl
+from functional_sl.parallel.world import world
+
+SETTINGS = bench_sl.Settings(batch_size=8, agree=5, updates=1, device="cpu")
+
+
+def difference() -> float:
+    with world("cpu") as here:
+        return bench_sl.compare(bench_sl.prepare(SETTINGS, here), here, SETTINGS)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_losses_agree(ranks: int) -> None:
+    """With one process alone, and with DistributedDataParallel over two; other attention kernels: 1e-5, relative."""
+    if ranks == 1:
+        assert "RANK" not in os.environ
+        assert difference() < 1e-5
+    else:
+        assert max(run_ranks(ranks, difference)) < 1e-5
+
+
+def test_both_are_timed() -> None:
+    with world("cpu") as here:
+        result = bench_sl.measure(SETTINGS, here)
+    assert result["parameters"] > 100_000
+    assert sorted(result["updates_per_s"]) == ["functional_eager", "module_eager"]
+    assert torch.get_num_threads() == result["threads"]

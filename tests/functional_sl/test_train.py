@@ -1,0 +1,237 @@
+"""The command: settings of trainer and recipe side by side, what it leaves, and how it ends."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_recipes
+import tiny_training
+import torch
+from torch import Tensor
+
+from functional_sl import data, train
+from functional_sl.recipe import Recipe
+from functional_sl.run.cli import UsageError, option
+from functional_sl.step import Aux
+from functional_sl.training import optimizer
+from functional_sl.training.config import TrainConfig
+from functional_sl.training.errors import UpdateError
+
+LINE = "--recipe=tiny_recipes:line"
+
+
+@dataclasses.dataclass(frozen=True)
+class Numbers:
+    count: int = option(21, "Held-out samples, of feature and target i.")
+
+
+def ids(config: Numbers) -> Recipe:
+    """Sample i has the feature i; the loss of a sample is i, whatever the model."""
+    values = torch.arange(config.count, dtype=torch.float64)
+
+    def loss(w: Tensor, buffers: tuple, batch: Tensor, key: Tensor) -> tuple[Tensor, Aux]:
+        return (batch + 0 * w).sum(), Aux(buffers, {})
+
+    return Recipe(
+        name="ids",
+        schema={"inputs": ["i"]},
+        data=values,
+        validation=values,
+        init=lambda key: (torch.zeros((), dtype=torch.float64), ()),
+        sample=data.uniform,
+        count=lambda batch: torch.tensor(batch.shape[0]),
+        loss=loss,
+        batches=data.in_order,
+        validate=lambda w, buffers, batch: {"loss": batch.sum()},
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Clashing:
+    updates: int = option(1, "A name of the trainer's.")
+
+
+def clashing(config: Clashing) -> Recipe:
+    raise AssertionError("never built")
+
+
+@pytest.fixture(autouse=True)
+def _here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setitem(sys.modules, "my_tasks", sys.modules[__name__])
+    monkeypatch.chdir(tmp_path)
+    with tiny_training.prepared():
+        yield
+
+
+def ended(capsys: pytest.CaptureFixture, *argv: str) -> tuple[int, str, str]:
+    """Returns exit code, stdout and the last line on stderr."""
+    try:
+        train.main([*argv, "--device=cpu", "--notensorboard"])
+        code: Any = 0
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else 1
+        if isinstance(stop.code, str):
+            print(stop.code, file=sys.stderr)
+    out, err = capsys.readouterr()
+    return code, out, (err.splitlines() or [""])[-1]
+
+
+def test_a_run_leaves_its_folder_and_one_line(capsys, tmp_path):
+    code, out, _ = ended(capsys, LINE, "--run_dir=run")
+    assert code == 0
+    summary = json.loads(out)
+    assert list(summary) == [
+        "run_id", "run_dir", "updates", "train_loss", "validation", "seconds", "samples_per_s",
+    ]  # fmt: skip
+    assert summary["updates"] == 12
+    records = tiny_training.records(tmp_path / "run")
+    assert [record["step"] for record in records] == [*range(1, 13)]
+    assert [record["samples"] for record in records] == [4 * n for n in range(1, 13)]
+    assert summary["train_loss"] == records[-1]["train_loss"]
+    assert records[-1]["validation_count"] == summary["validation"]["count"] > 0
+    assert (tmp_path / "run" / "loss.png").stat().st_size
+    assert json.loads((tmp_path / "run" / "schema.json").read_text())["outputs"] == ["y"]
+    assert tiny_training.manifest(tmp_path / "run")["extra"]["counts"]["samples"] == 48
+
+
+@pytest.mark.parametrize("size", [4, 5, 21, 100])
+def test_every_held_out_item_counts_once(size, tmp_path):
+    """The mean of 0 ... 20 is 10, however the 21 are batched."""
+    config, task = train.settings(
+        "my_tasks:ids", batch_size=size, updates=1, run_dir=str(tmp_path / "run"), **tiny_training.TINY
+    )
+    assert train.run(config, task)["validation"] == {"loss": 10.0, "count": 21}
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--updates=3"], "no recipe: give --recipe"),
+        (["--recipe=my_tasks"], "expected package.module:name"),
+        (["--recipe=no_such_module:build"], "No module named 'no_such_module'"),
+        (["--recipe=my_tasks:LINE"], "a recipe is a function"),
+        (["--recipe=my_tasks:clashing"], "the recipe's settings updates have names of the trainer's"),
+        ([LINE, "--hiden=3"], "unknown flag --hiden; did you mean --hidden?"),
+        ([LINE, "--size=paper"], "tiny_recipes has small, wide"),
+        (["--recipe=my_tasks:ids", "--size=wide"], "has no sizes"),
+        ([LINE, "--updates=0"], "updates=0: must be positive"),
+        ([LINE, "--weight_decay=0.1"], "adamw decays weights"),
+        ([LINE, "--backend=nccl"], "nccl moves CUDA tensors"),
+        ([LINE, "--resume=x", "--init_from=y"], "x: no such folder"),
+        ([LINE, "--run_dir="], "names no folder"),
+        ([LINE, "--init_from=nowhere"], "nowhere: no such folder"),
+        ([LINE, "--config=config.yaml"], "config.yaml line 2: unknown key batchsize; did you mean batch_size?"),
+        ([LINE, "--lr_schedule=linear", "--lr_warmup_updates=20"], "the warm-up is part of the decay"),
+    ],
+)
+def test_a_mistake_is_one_line(argv, message, capsys, tmp_path):
+    Path("config.yaml").write_text("hidden: 3\nbatchsize: 3\n")
+    code, out, err = ended(capsys, *argv)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert sorted(os.listdir(tmp_path)) == ["config.yaml"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
+def test_a_cuda_config_without_a_device_is_one_line(capsys):
+    Path("config.yaml").write_text("device: cuda\nrecipe: tiny_recipes:line\n")
+    with pytest.raises(SystemExit):
+        train.main(["--config=config.yaml"])
+    assert capsys.readouterr().err == (
+        "functional_sl.train: --device=cuda: torch sees no CUDA device; use --device=cpu or a CUDA build of torch\n"
+    )
+
+
+def test_layers_override_each_other(tmp_path):
+    """Defaults, then --size, then the file, then flags; all three are read before the recipe is known."""
+    Path("config.yaml").write_text("recipe: tiny_recipes:line\nsize: wide\nhidden: 7\nbatch_size: 9\n")
+    line = train.request.parse(["--config", "config.yaml", "--batch_size=3"], "p", "d")
+    values = line.values
+    assert (values["updates"], values["hidden"], values["batch_size"], values["rows"]) == (24, 7, 3, 40)
+    assert line.given == {"recipe", "size", "hidden", "batch_size"}
+
+
+def test_help_lists_both(capsys):
+    with pytest.raises(SystemExit) as stop:
+        train.main(["--help", LINE, "--size=wide"])
+    text = capsys.readouterr().out
+    assert stop.value.code == 0
+    for expected in ("--updates=INT (default: 24)", "--hidden=INT (default: 16)", "tiny_recipes:"):
+        assert expected in text
+
+
+def test_more_updates_keep_the_schedule(capsys):
+    """Warm-up 2, cosine to 12: the rates up to 12 stand, and from there on the run stays at the end's."""
+    argv = [LINE, "--run_dir=run", "--lr_schedule=cosine", "--lr_warmup_updates=2", "--learning_rate=0.5"]
+    assert ended(capsys, *argv, "--lr_end=0.25")[0] == 0
+    train.main(["--resume=run", "--updates=14"])
+    assert "the schedule keeps lr_decay_updates=12" in capsys.readouterr().err
+    rates = [record["learning_rate"] for record in tiny_training.records(Path("run"))]
+    config = TrainConfig(learning_rate=0.5, lr_end=0.25, lr_schedule="cosine", lr_warmup_updates=2, lr_decay_updates=12)
+    assert rates == [float(optimizer.learning_rate(config)(torch.tensor(n))) for n in range(14)]
+    assert rates[:3] == [0.0, 0.25, 0.5]
+    assert rates[12:] == [0.25, 0.25]
+
+
+def test_a_signal_ends_the_run_in_good_order(capsys, tmp_path, monkeypatch):
+    def stopping(config: tiny_recipes.Line) -> Recipe:
+        recipe = tiny_recipes.line(config)
+        drawn: list[int] = []
+
+        def sample(rows: Any, key: Tensor, size: int) -> Any:
+            drawn.append(size)
+            if len(drawn) == 6:  # the admission's draw is the first
+                os.kill(os.getpid(), signal.SIGTERM)
+            return recipe.sample(rows, key, size)
+
+        return recipe._replace(sample=sample)
+
+    stopping.__annotations__["config"] = tiny_recipes.Line
+    stopping.__module__ = "tiny_recipes"
+    monkeypatch.setattr(tiny_recipes, "stopping", stopping, raising=False)
+    code, out, _ = ended(capsys, "--recipe=tiny_recipes:stopping", "--run_dir=run", "--validate_every=0")
+    assert code == 143
+    assert json.loads(out)["updates"] == 5
+    assert json.loads(out)["stopped"] == "SIGTERM"
+    assert tiny_training.steps(tmp_path / "run") == [5]
+
+
+def bad(**parts: Any) -> Any:
+    return lambda config: tiny_recipes.line(config)._replace(**parts)
+
+
+@pytest.mark.parametrize(
+    ("parts", "kind", "message"),
+    [
+        ({"count": lambda batch: batch.valid.float().sum()}, UsageError, "count gives torch.float32"),
+        ({"loss": lambda p, b, batch, key: (p.w1, Aux(b, {}))}, UsageError, r"loss gives torch.float32 \(3, 4\)"),
+        ({"loss": lambda p, b, batch, key: (p.w1.sum(), Aux((), {}))}, UsageError, "loss gives buffers with"),
+        ({"loss": lambda p, b, batch, key: (p.w1.sum(), b)}, UsageError, "loss gives Moving"),
+        ({"sample": lambda d, key, size: d}, UsageError, "sample gives leaf 'x' of shape"),
+        ({"validate": lambda p, b, batch: {}}, UsageError, "validate gives sums of nothing"),
+        ({"batches": lambda d, size: []}, UsageError, "batches gives no batch"),
+        ({"count": lambda batch: batch.valid.sum() * 0}, UpdateError, "update 1: no rank has drawn a valid item"),
+        (
+            {"loss": lambda p, b, batch, key: (p.w1.sum() * float("nan"), Aux(b, {}))},
+            UpdateError,
+            "not finite in update 1",
+        ),
+        ({"evaluate": lambda p, b: {"loss": 1.0}}, ValueError, "evaluate gives loss, which validate has"),
+    ],
+)
+def test_a_recipe_that_breaks_the_contract_is_named(parts, kind, message, monkeypatch, tmp_path):
+    def build(config: tiny_recipes.Line) -> Recipe:
+        return bad(**parts)(config)
+
+    build.__annotations__["config"], build.__module__ = tiny_recipes.Line, "tiny_recipes"
+    monkeypatch.setattr(tiny_recipes, "build", build, raising=False)
+    with pytest.raises(kind, match=message):
+        tiny_training.run(tmp_path / "run", "tiny_recipes:build")
+    assert (tmp_path / "run").exists() == (kind is not UsageError)
