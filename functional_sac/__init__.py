@@ -11,6 +11,7 @@ _MODULES = (
     "cuda_mps",
     "cycle",
     "distributions",
+    "environment",
     "envs",
     "evaluation",
     "export",

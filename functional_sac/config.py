@@ -9,6 +9,8 @@ import dataclasses
 import math
 from typing import Any
 
+from functional_sac import tasks
+from functional_sac.tasks.settings import PRESETS, SAMPLING, Settings
 from functional_sl.run.cli import option
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -121,12 +123,13 @@ class TrainConfig(SACConfig):
     task: str = option(
         "pendulum",
         "Task: pendulum, cartpole_swingup, cartpole_balance, reacher, reacher_asymmetric, a gymnasium id such as "
-        "HalfCheetah-v5, or package.module:function of one of your own.",
+        f"HalfCheetah-v5, package.module:function of one of your own, or, on robots, {', '.join(tasks.TASKS)}. A robot "
+        "task brings a preset: one for two CPU cores, or, with --sim=mjwarp or --device=cuda, one for a GPU.",
         group="Run",
     )
     sim: str = option(
         "auto",
-        "Simulator of the task; auto takes the first that has it.",
+        "Simulator of the task; auto takes the first that has it, for robots mjwarp on a GPU, mujoco on a CPU.",
         choices=("auto", "classic", "gym", "mujoco", "mjwarp"),
     )
     num_envs: int = option(1024, "Parallel environments (a rank, a seed).")
@@ -157,6 +160,31 @@ class TrainConfig(SACConfig):
     )
     threads: int = option(0, "CPU threads of torch; 0 takes one for small networks. Bits depend on it.")
     deterministic: bool = option(True, "Only deterministic kernels; one that is not is an error that names it.")
+    task_preset: str | None = option(
+        None,
+        "Rewards, noise, action scale and dynamics of motion tracking; unilab if not given.",
+        choices=PRESETS,
+        group="Robot tasks",
+    )
+    motion: str | None = option(
+        None,
+        "Motions to track, by commas: generated ones (squat, step, walk, wave; walk:3 walks otherwise), .npz and .csv "
+        "files, folders of them; all generated ones if not given.",
+    )
+    motion_sampling: str | None = option(
+        None,
+        "Where episodes of training begin in the motions; adaptive if not given. Evaluations begin with a first frame.",
+        choices=SAMPLING,
+    )
+    robot_xml: str | None = option(None, "MuJoCo model of the same robot, in place of the built-in one.")
+    geometry: str | None = option(
+        None, "Shapes of the robot that touch the floor; cheap if not given.", choices=("cheap", "full")
+    )
+    sim_contacts: int | None = option(None, "Contacts a world that mjwarp has room for; 64 if not given.")
+    sim_constraints: int | None = option(
+        None, "Rows of constraints a world that mjwarp has room for; 256 if not given."
+    )
+    sim_threads: int | None = option(None, "Threads of mujoco (a rank); the rank's share of the cores if not given.")
     eval_episodes: int = option(
         50,
         "Episodes of an evaluation, side by side, deterministic actions; 0 for none.",
@@ -177,6 +205,7 @@ class TrainConfig(SACConfig):
         super().__post_init__()
         for name in ("num_envs", "env_steps", "num_seeds", "simulated_ranks", "timeout_s", "keep_snapshots"):
             _require(getattr(self, name) > 0, self, (name,), "must be positive")
+        _check_robots(self)
         for name in ("eval_episodes", "eval_every", "log_every", "snapshot_every", "seed", "threads"):
             _require(getattr(self, name) >= 0, self, (name,), "must not be negative")
         _require(
@@ -212,3 +241,46 @@ class TrainConfig(SACConfig):
             ("resume", "init_from"),
             "a run goes on or starts from other networks, not both",
         )
+
+
+# Flags of robot tasks, and the fields of `Settings` that they fill.
+ROBOT_FLAGS = {
+    "task_preset": "preset",
+    "motion": "motion",
+    "motion_sampling": "sampling",
+    "robot_xml": "robot_xml",
+    "geometry": "geometry",
+    "sim_contacts": "contacts",
+    "sim_constraints": "constraints",
+    "sim_threads": "threads",
+}
+_OF_SIMULATOR = {"sim_contacts": "mjwarp", "sim_constraints": "mjwarp", "sim_threads": "mujoco"}
+
+
+def task_settings(config: TrainConfig) -> Settings:
+    """Returns what the config tells a robot task; what it leaves out has the task's defaults."""
+    values = {field: getattr(config, flag) for flag, field in ROBOT_FLAGS.items()}
+    return Settings(**{field: value for field, value in values.items() if value is not None})
+
+
+def _check_robots(config: TrainConfig) -> None:
+    robot = config.task in tasks.TASKS
+    _require(
+        config.num_seeds == 1 or not robot,
+        config,
+        ("num_seeds", "task"),
+        "a robot's simulator trains one seed a process; start one run a seed",
+    )
+    for flag, field in ROBOT_FLAGS.items():
+        value, simulator = getattr(config, flag), _OF_SIMULATOR.get(flag)
+        if value is None:
+            continue
+        having = [name for name, entry in tasks.TASKS.items() if field in entry.settings]
+        _require(config.task in having, config, (flag, "task"), f"only {', '.join(having)} can be told this")
+        _require(
+            simulator is None or config.sim in ("auto", simulator),
+            config,
+            (flag, "sim"),
+            f"only --sim={simulator} can be told this",
+        )
+        _require(not isinstance(value, int) or value > 0, config, (flag,), "must be positive")

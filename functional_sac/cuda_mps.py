@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import json
 import shlex
 import signal
@@ -200,7 +201,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(_help())
             sys.exit(0)
         if name not in COMMANDS:
-            raise cli.UsageError(f"unknown command {name!r}; one of {', '.join(COMMANDS)}")
+            near = difflib.get_close_matches(name, [*COMMANDS, "--help"], 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise cli.UsageError(f"unknown command {name!r}; one of {', '.join(COMMANDS)}{hint}")
         command = COMMANDS[name]
         about = " ".join((command.call.__doc__ or "").split())
         # A word with hyphens is spelled as one with underscores.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from functional_sac import acting
-from functional_sac.envs.env import Env, finite
+from functional_sac.envs.env import Env, EnvState, averages, finite
 from functional_sac.envs.host import HostEnv
 from functional_sac.networks import Actor, Stats
 
@@ -65,6 +65,30 @@ def evaluate(
             )
             running = running & ~ends
     return result
+
+
+def measures(env: Env, policy: Callable[[Tensor], Tensor], key: Tensor) -> list[dict[str, float]]:
+    """Returns what an environment measures at each step of one episode, see `Env.metrics`.
+
+    Args:
+      env: an environment that measures.
+      policy: observation [1, O] -> action [1, A].
+      key: [2] int64; the episode is the one that `frames` shows.
+    """
+    found: list[dict[str, float]] = []
+    with env.opened(key, 1) as (state, observation):
+        now = _read(env, state)
+        for _ in range(env.spec.max_episode_steps):
+            state, step = env.step(state, policy(observation.actor))
+            before, now, observation = now, _read(env, state), step.observation
+            found.append(averages(now, before))
+            if step.terminated[0] | step.truncated[0]:
+                break
+    return found
+
+
+def _read(env: Env, state: EnvState) -> dict[str, float]:
+    return {name: float(x) for name, x in env.metrics(state).items()}
 
 
 def frames(

@@ -44,7 +44,7 @@ def run(settings: Settings) -> dict[str, Any]:
 
     try:
         policy = trained.read(settings.snapshot, learner=settings.learner)
-        with contextlib.closing(trained.environment(policy)) as env:
+        with contextlib.closing(trained.facts(policy)) as env:
             bundle = trained.portable(policy, env)
         files = programs.write(bundle, settings.out, [name.strip() for name in settings.formats.split(",")])
     except (ValueError, OSError, RunError, SnapshotError) as error:

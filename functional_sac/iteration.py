@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -59,6 +59,7 @@ class TrainState(NamedTuple):
     env_steps: Tensor  # () int64, over all environments of all ranks
     refused: Tensor  # () int64, steps of this rank whose numbers were not finite
     episodes: Episodes
+    recorded: tuple[Tensor, ...]  # the environment's running sums at the last record, see `stacked`
     metrics: dict[str, Tensor]  # () float32 each, the last value of every metric of the learner; NaN before the first
 
 
@@ -126,6 +127,7 @@ def make_iteration(
                 returns=torch.zeros((), dtype=torch.float64, device=device),
                 lengths=torch.zeros((), dtype=torch.int64, device=device),
             ),
+            recorded=stacked({} if env.metrics is None else env.metrics(env_state)),
             metrics={name: torch.full((), math.nan, device=device) for name in METRICS},
         )
 
@@ -179,6 +181,11 @@ def make_iteration(
         return state._replace(sac=sac, metrics=state.metrics | metrics)
 
     return Iteration(init, step, learn, act, store, restart)
+
+
+def stacked(sums: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    """Returns M sums of an environment, see `Env.metrics`, as one [..., M] in the order of their names; () for none."""
+    return (torch.stack([sums[name] for name in sorted(sums)], dim=-1),) if sums else ()
 
 
 class Prior(NamedTuple):

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_sac import evaluation, opening, plan, reporting, request
+from functional_sac import environment, evaluation, opening, plan, reporting, request
 from functional_sac.config import TrainConfig
+from functional_sac.envs.env import averages
 from functional_sac.envs.host import RenderError
-from functional_sac.iteration import Episodes
+from functional_sac.iteration import Episodes, TrainState, stacked
 from functional_sac.opening import Run
 from functional_sac.reporting import Mark
 from functional_sl import keys, tree
@@ -66,6 +67,7 @@ class _Loop:
         self._begin = self._mark = self._now()
         self._blocked = 0  # updates that the critics' gate has skipped in a row, by the last record
         self._refused, self._said_refused = 0, 0  # steps of all ranks whose numbers were not finite, by the last record
+        self._overflowed, self._said_overflowed = set(), set()  # capacities of the simulator that were exceeded
         self._finished, self.stopped = False, ""
 
     @property
@@ -109,6 +111,12 @@ class _Loop:
                 "finite: look at the environment's rewards and observations, and at skipped_* in the records"
             )
             self._blocked = 0
+        for name in sorted(self._overflowed - self._said_overflowed):
+            progress.write(
+                f"worlds had more {name} than the simulator has room for, which it dropped: give a higher "
+                f"--sim_{name} (over_{name} in the records is the share of such steps)"
+            )
+        self._said_overflowed |= self._overflowed
 
     def _iterate(self, random: bool, phase: int | None) -> int:
         """Moves all states on and returns the number of environments that took no step in it."""
@@ -165,23 +173,32 @@ class _Loop:
     def _draw(self, due: plan.Due, progress: Progress) -> None:
         if due.evaluate:
             reporting.draw_curve(self._run.run_dir, self._run.env.spec)
-        if self._finished and self._run.env.render is not None:
-            path = self._run.run_dir / "policy.gif"
+        if not self._finished:
+            return
+        env, shown = self._run.eval_env, (self._policies()[0], self._evaluation_keys()[0], self._dtype())
+        if env.render is not None:
             try:
-                reporting.film(path, self._run.env, self._policies()[0], self._evaluation_keys()[0], self._dtype())
+                reporting.film(self._run.run_dir / "policy.gif", env, *shown)
             except RenderError as error:
                 progress.write(f"no film of the policy: {error}")
+        if environment.samples(self._config):
+            reporting.draw_tracking(self._run.run_dir / "tracking_error.png", env, *shown)
 
     def _score(self) -> float | None:
         return self._evaluation.get("eval_return_mean")
 
     def _log(self, evaluation: dict[str, Any]) -> None:
         learned, totals, self._refused = self._gather()
+        measured = self._measure()
         load = self._run.iterate.load
-        self._states = tuple(load(s._replace(episodes=tree.zeros_like(s.episodes))) for s in self._states)
+        self._states = tuple(
+            load(s._replace(episodes=tree.zeros_like(s.episodes), recorded=stacked(self._sums(s))))
+            for s in self._states
+        )
         self._blocked = learned.get("skipped_critic_in_a_row", 0)
         taken = {"refused_steps": self._refused, **reporting.episodes(totals)}
-        record = {"updates": self._updates, **learned, **taken, **evaluation}
+        record = {"updates": self._updates, **learned, **taken, **measured, **evaluation}
+        self._overflowed |= {name for name in ("contacts", "constraints") if measured.get(f"over_{name}", 0.0) > 0.0}
         now = self._now()
         rates = reporting.rates(self._mark, now, self._config.num_seeds)
         self._mark = now
@@ -201,11 +218,29 @@ class _Loop:
         summed = Episodes(*(torch.tensor(x, dtype=dtype) for x, dtype in zip(columns, dtypes, strict=True)))
         return reporting.over_ranks([values for values, _ in found]), summed, sum(refused)
 
+    def _sums(self, state: TrainState) -> dict[str, Tensor]:
+        """Returns what the environments of a rank have summed up so far, by name."""
+        metrics = self._run.env.metrics
+        if metrics is None:
+            return {}
+        return torch.func.vmap(metrics)(state.env) if self._config.num_seeds > 1 else metrics(state.env)
+
+    def _measure(self) -> dict[str, float]:
+        """Returns means of what the environments of all ranks have measured since the last record."""
+        names = sorted(self._sums(self._states[0]))
+        if not names:
+            return {}
+        pairs = [(*stacked(self._sums(state)), *state.recorded) for state in self._states]
+        read = [[x.reshape(-1, len(names)).sum(0).tolist() for x in pair] for pair in pairs]
+        columns = zip(*self._ranks.gather(read), strict=True)
+        now, before = (dict(zip(names, map(sum, zip(*ranks, strict=True)), strict=True)) for ranks in columns)
+        return averages(now, before)
+
     def _evaluate(self) -> dict[str, Any]:
         pairs = zip(self._policies(), self._evaluation_keys(), strict=True)
         episodes = self._config.eval_episodes
         return reporting.evaluated(
-            [evaluation.evaluate(self._run.env, *policy, key, episodes, self._dtype()) for policy, key in pairs]
+            [evaluation.evaluate(self._run.eval_env, *policy, key, episodes, self._dtype()) for policy, key in pairs]
         )
 
     def _policies(self) -> list[tuple[Any, Any]]:

@@ -16,28 +16,30 @@ from typing import Any, NamedTuple
 
 import torch
 
-from functional_sac import envs, hosted, plan, replicas
+from functional_sac import environment, hosted, plan, replicas
 from functional_sac.config import TrainConfig
 from functional_sac.cycle import Learner, make_learner
 from functional_sac.envs.env import Env
 from functional_sac.envs.host import HostEnv
 from functional_sac.iteration import Iteration, TrainState, make_iteration
 from functional_sac.replicas import Replicas, States
-from functional_sac.request import MAY_CHANGE, Request, as_usage_error, request, seeds, stored
+from functional_sac.request import MAY_CHANGE, Request, request, seeds, stored
 from functional_sac.updates import SACState
 from functional_sl import capture, keys, tree, wire
 from functional_sl.parallel import watchdog
 from functional_sl.parallel.errors import RankError
 from functional_sl.parallel.likeness import check_alike
 from functional_sl.parallel.watchdog import Watchdog
-from functional_sl.parallel.world import agree, broadcast, divert_output, gather, guard, world
-from functional_sl.run import board, cli, identity, resuming, runlog, snapshot
+from functional_sl.parallel.world import agree, broadcast, gather, guard, world
+from functional_sl.run import board, cli, folders, identity, resuming, runlog, snapshot
+from functional_sl.run.command import as_usage_error
 from functional_sl.run.manifest import Part
 from functional_sl.run.manifest import read as read_manifest
 
 COMPILED_UPDATES = 20_000
 # A rank may wait in a collective while another does what takes longer than an iteration; the watchdog ends a hang.
 _COLLECTIVE_TIMEOUTS = 2 * watchdog.BUSY_FACTOR
+_OWN_FILES = ("learning_curve.png", "policy.gif", "tensorboard")
 
 
 class Start(NamedTuple):
@@ -58,6 +60,7 @@ class Run:
     ranks: Replicas
     watchdog: Watchdog
     env: Env | HostEnv
+    eval_env: Env | HostEnv  # where policies are evaluated and filmed; `env` itself, or another of the same task
     learner: Learner
     # (state, random=, phase= or None) -> (state, numbers of environments that took no step), one iteration
     iterate: capture.Captured | capture.Eager | hosted.Hosted
@@ -98,7 +101,8 @@ def open_run(config: TrainConfig, given: frozenset[str] = frozenset()) -> Iterat
             if run.log is not None:
                 stack.enter_context(run.log)
             stack.enter_context(contextlib.closing(run.board))
-            stack.callback(run.env.close)
+            for env in {id(env): env for env in (run.env, run.eval_env)}.values():
+                stack.callback(env.close)
             # Graphs that hold collectives go before their process group.
             stack.callback(run.iterate.close)
         yield run
@@ -110,7 +114,7 @@ def _open(asked: Request, ranks: Replicas, dog: Watchdog) -> Run:
         config = _settle(asked.config, ranks)
         torch.set_num_threads(config.threads)
         _make_deterministic(config.deterministic)
-        env = envs.make(config.task, config.sim)
+        env, eval_env = _environments(config, ranks)
         _check_idling(env, config, ranks)
         learner = make_learner(config, env.spec, ranks.collectives, _wrap(config))
         iteration = make_iteration(config, env, learner, ranks.collectives)
@@ -127,12 +131,13 @@ def _open(asked: Request, ranks: Replicas, dog: Watchdog) -> Run:
     run_dir = Path(place["run_dir"])
     with guard(here, "opening the rank's log"):
         if log is None:
-            _enter(run_dir, place["run_id"], here.rank)
+            folders.enter(run_dir, place["run_id"], here.rank)
     written = log is not None and config.tensorboard
     events = board.Board(run_dir / "tensorboard" if written else None, start.snapshot_step)
     return Run(
-        config, ranks, dog, env, learner, _iterate(iteration, config, ranks, env), states, start, run_dir, log, events
-    )
+        config, ranks, dog, env, eval_env, learner, _iterate(iteration, config, ranks, env), states, start, run_dir,
+        log, events,
+    )  # fmt: skip
 
 
 def save(run: Run, states: States, env_steps: int, score: float | None) -> None:
@@ -206,15 +211,14 @@ def _settings(config: TrainConfig, env: Env, states: States, start: Start) -> di
     return {name: str(value) for name, value in (stored(config) | identity.versions() | about).items()}
 
 
-def _enter(run_dir: Path, run_id: str, rank: int) -> None:
-    """Makes the run's folder the home of a rank that does not write the run."""
-    try:
-        found = runlog.describe(run_dir)["run_id"]
-    except runlog.RunError as error:
-        raise runlog.RunError(f"{error}; all ranks need one file system: give --run_dir on it") from error
-    if found != run_id:
-        raise runlog.RunError(f"{run_dir}: holds run {found} here, not {run_id}; give --run_dir on one file system")
-    divert_output(run_dir / "ranks" / f"rank{rank}.log")
+def _environments(config: TrainConfig, ranks: Replicas) -> tuple[Env | HostEnv, Env | HostEnv]:
+    """Returns the environment in which the run learns, and the one in which it is evaluated."""
+    device = ranks.world.device
+    env = environment.make(config, device, _wrap(config))
+    if len(ranks.here) > 1 and isinstance(env, Env):
+        env = environment.one_at_a_time(env)
+    other = ranks.writes and environment.samples(config)
+    return env, environment.for_evaluation(config, device) if other else env
 
 
 def _make_deterministic(deterministic: bool) -> None:
@@ -372,12 +376,5 @@ def _open_log(config: TrainConfig, source: Path | None, start: Start) -> runlog.
         return log
     where = {"run_dir": config.run_dir} if config.run_dir else {"base_dir": resuming.RUNS}
     if config.run_dir:
-        _check_vacant(Path(config.run_dir).expanduser())
+        folders.check_vacant(Path(config.run_dir).expanduser(), _OWN_FILES)
     return runlog.create(content, (config.task, f"seed{config.seed}"), **where)
-
-
-def _check_vacant(run_dir: Path) -> None:
-    # The log refuses a run's folder; these names would be overwritten or mixed with what is there.
-    taken = [name for name in ("learning_curve.png", "policy.gif", "tensorboard") if (run_dir / name).exists()]
-    if taken and not (run_dir / "run.json").exists():
-        raise cli.UsageError(f"--run_dir={run_dir}: holds {', '.join(taken)} of something else; choose another folder")

@@ -28,6 +28,13 @@ class Settings:
     num_envs: int = cli.option(0, "Environments side by side; 0 for as many as episodes.")
     seed: int | None = cli.option(None, "Seed of the episodes; the run's own by default, as in its evaluations.")
     learner: int = cli.option(0, "Which learner, in a run of several seeds.")
+    sim: str | None = cli.option(
+        None, "Simulator of a robot: the run's own if not given.", choices=("mujoco", "mjwarp")
+    )
+    motion: str | None = cli.option(None, "Motions to track, as in training; the run's own if not given.")
+    tracking_error: str | None = cli.option(
+        None, "Draw how far each body is from its reference in the filmed episode into this .png file."
+    )
     video: str | None = cli.option(None, "Film one episode into this .gif or .mp4 file, without a display.")
     device: str = cli.option(
         "auto", "Where everything runs: auto takes CUDA where there is one.", choices=("auto", "cpu", "cuda")

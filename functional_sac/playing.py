@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from functional_sac import evaluation, reporting, trained
-from functional_sac.envs.env import Env, EnvSpec
+from functional_sac import environment, evaluation, reporting, trained
+from functional_sac.envs import robot
+from functional_sac.envs.env import Env, EnvSpec, EnvState
 from functional_sac.envs.host import HostEnv, HostState
 from functional_sac.evaluation import Result
 from functional_sac.loop import EVALUATION_STREAM
@@ -30,6 +32,9 @@ def play(
     num_envs: int = 0,
     seed: int | None = None,
     learner: int = 0,
+    sim: str | None = None,
+    motion: str | None = None,
+    tracking_error: str | None = None,
     video: str | None = None,
     device: str = "auto",
 ) -> dict[str, Any]:
@@ -41,6 +46,9 @@ def play(
       num_envs: environments side by side; 0 for E.
       seed: of the episodes; by default the run's, which makes the first episodes those of its evaluations.
       learner: as in `trained.read`.
+      sim: the simulator of a robot; the run's own by default.
+      motion: what a robot tracks; as in the run by default.
+      tracking_error: a .png file for the distances of a robot's bodies from their references, or None.
       video: a .gif or .mp4 file, or None.
       device: `auto`, `cpu` or `cuda`.
 
@@ -49,15 +57,18 @@ def play(
     """
     where = _device(device)
     policy = trained.read(snapshot, where, learner)
+    if motion is not None:
+        policy = policy._replace(config=dataclasses.replace(policy.config, motion=motion))
     seed = policy.seed if seed is None else seed
     key = keys.fold_in(keys.key(seed, where), EVALUATION_STREAM)
     torch.set_num_threads(policy.config.threads or torch.get_num_threads())
-    with torch.no_grad(), contextlib.closing(trained.environment(policy)) as env:
+    with torch.no_grad(), contextlib.closing(trained.environment(policy, where, sim)) as env:
         if video:
             _film(policy, env, key, video)
+        errors = {"tracking_error": _tracking(policy, env, key, tracking_error)} if tracking_error else {}
         result = evaluate(policy, env, key, episodes, num_envs or episodes)
     about = {"snapshot": str(policy.folder), "task": policy.config.task, "env_steps": policy.manifest["step"]}
-    return about | {"seed": seed, "video": video} | figures(result)
+    return about | {"seed": seed, "video": video} | errors | figures(result)
 
 
 def evaluate(policy: Trained, env: Env | HostEnv, key: Tensor, episodes: int, num_envs: int) -> Result:
@@ -90,7 +101,15 @@ def _part(env: Env | HostEnv, start: int) -> Env | HostEnv | _HostPart:
         return env
     if isinstance(env, HostEnv):
         return _HostPart(env, start)
-    return env._replace(init=lambda key, size: tree.map(lambda x: x[start:].clone(), env.init(key, start + size)))
+
+    def init(key: Tensor, size: int) -> tuple[EnvState, Observation]:
+        state, observation = env.init(key, start + size)
+        observation = tree.map(lambda x: x[start:].clone(), observation)
+        if isinstance(state.physics, robot.Robots):
+            return robot.rows(state, start), observation
+        return tree.map(lambda x: x[start:].clone(), state), observation
+
+    return env._replace(init=init)
 
 
 class _HostPart(NamedTuple):
@@ -157,12 +176,25 @@ def _device(name: str) -> torch.device:
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
+def _tracking(policy: Trained, env: Env | HostEnv, key: Tensor, name: str) -> dict[str, float]:
+    path = _writable(name, "tracking_error")
+    if not environment.samples(policy.config) or path.suffix != ".png":
+        raise ValueError(f"--tracking_error={name}: takes a policy that tracks motions, and a name that ends in .png")
+    return reporting.draw_tracking(path, env, (policy.params, policy.stats), key, policy.dtype)
+
+
+def _writable(name: str, flag: str) -> Path:
+    path = Path(name).expanduser()
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"--{flag}={name}: its folder is not there; make it first")
+    return path
+
+
 def _film(policy: Trained, env: Env | HostEnv, key: Tensor, name: str) -> None:
-    path, stride = Path(name).expanduser(), max(1, round(1 / (25 * env.spec.control_dt)))
+    stride = max(1, round(1 / (25 * env.spec.control_dt)))
     if env.render is None:
         raise ValueError(f"--video={name}: task {env.spec.task!r} cannot be drawn; leave --video out")
-    if not path.absolute().parent.is_dir():
-        raise ValueError(f"--video={name}: its folder is not there; make it first")
+    path = _writable(name, "video")
     try:
         films.check(path, 1 / (stride * env.spec.control_dt))
         reporting.film(path, env, (policy.params, policy.stats), key, policy.dtype)

@@ -19,6 +19,7 @@ from functional_sac.iteration import Episodes, TrainState
 from functional_sl.run import figures, files, runlog, video
 from functional_sl.schedules import Schedule
 
+BODY_ERROR = "error_body_pos/"  # begins the names of bodies' distances among an environment's metrics
 HOST_PICTURES = 100  # a picture that no GPU draws takes a tenth of a second
 
 
@@ -126,6 +127,30 @@ def film(path: Path, env: Env | HostEnv, policy: tuple[Any, Any], key: Tensor, d
     pictures = evaluation.frames(env, policy_of, key, every=stride, most=most)
     with _writing(path):
         video.write(path, pictures, 1 / (stride * env.spec.control_dt))
+
+
+def draw_tracking(path: Path, env: Env, policy: tuple[Any, Any], key: Tensor, dtype: torch.dtype) -> dict[str, float]:
+    """Draws how far each body is from its reference in one deterministic episode, that of `film`.
+
+    Returns:
+      The mean distance of each body, m.
+
+    Raises:
+      RunError: if it cannot be written.
+    """
+    params, stats = policy
+    measured = evaluation.measures(env, functools.partial(acting.deterministic, params, stats, dtype=dtype), key)
+    bodies = [name.removeprefix(BODY_ERROR) for name in measured[0] if name.startswith(BODY_ERROR)]
+    columns = {body: [step.get(BODY_ERROR + body) for step in measured] for body in bodies}
+    records = [
+        {"seconds": (t + 1) * env.spec.control_dt}
+        | {f"{body}, cm": None if xs[t] is None else 100 * xs[t] for body, xs in columns.items()}
+        for t in range(len(measured))
+    ]
+    with _writing(path):
+        figures.metrics_grid(path, records, [f"{body}, cm" for body in bodies], x="seconds")
+    found = {body: [x for x in xs if x is not None] for body, xs in columns.items()}
+    return {body: sum(xs) / len(xs) for body, xs in found.items() if xs}
 
 
 @contextlib.contextmanager

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from functional_sac.config import TrainConfig
-from functional_sl.parallel.errors import LostRank
 from functional_sl.run import cli, manifest, resuming, runlog
+from functional_sl.run.command import as_usage_error
 
 MAY_CHANGE = frozenset(
     (
@@ -25,6 +23,7 @@ MAY_CHANGE = frozenset(
         "tensorboard",
         "device",
         "compile",
+        "sim_threads",
         "threads",
         "timeout_s",
     )
@@ -93,14 +92,3 @@ def _check_seeds(config: TrainConfig) -> None:
 def _check_device(name: str) -> None:
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device=cuda: torch sees no CUDA device; use --device=cpu or install a CUDA build of torch")
-
-
-@contextlib.contextmanager
-def as_usage_error(*kinds: type[Exception]) -> Iterator[None]:
-    """Turns errors of these kinds, but not the loss of a rank, into a `UsageError`."""
-    try:
-        yield
-    except (cli.UsageError, LostRank):
-        raise
-    except kinds as error:
-        raise cli.UsageError(str(error)) from error

@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             program=PROGRAM,
             description=DESCRIPTION,
             presets=presets.PRESETS,
-            default_preset=presets.DEFAULT,
+            default_preset=presets.default,
         )
         flags = parsed.config
         config = flags if flags.resume is not None else flags.checked()

@@ -9,12 +9,14 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from functional_sac import acting, envs, networks, policy
-from functional_sac.config import TrainConfig
-from functional_sac.envs.env import Env
+from functional_sac import acting, networks, policy
+from functional_sac.config import TrainConfig, task_settings
+from functional_sac.environment import for_evaluation, for_facts
+from functional_sac.envs.env import Env, EnvSpec
 from functional_sac.envs.host import HostEnv
 from functional_sac.networks import Actor, Stats
 from functional_sac.policy import Bounds, Policy
+from functional_sac.tasks import TASKS, describe
 from functional_sl import bundle as bundles
 from functional_sl import keys, tree
 from functional_sl.bundle import Bundle
@@ -22,6 +24,7 @@ from functional_sl.run import cli, manifest, resuming, tensors
 from functional_sl.run.manifest import Manifest, SnapshotError
 
 SELF_TEST_ROWS = 16
+TARGET = "target angle of a joint, rad = default_pose + action_scale * action"
 
 
 class Trained(NamedTuple):
@@ -111,13 +114,26 @@ def _template(folder: Path, config: TrainConfig, leaves: dict[str, list[Any]]) -
 _SIZES = (("trunk/w", 1), ("mean_w", 2))
 
 
-def environment(trained: Trained) -> Env | HostEnv:
-    """Returns the environment of a policy's run; whoever is done with it closes it.
+def environment(trained: Trained, device: torch.device | str = "cpu", sim: str | None = None) -> Env | HostEnv:
+    """Returns the environment in which a policy's run was evaluated; whoever is done with it closes it.
+
+    Args:
+      trained: the policy.
+      device: of a robot task's simulator.
+      sim: the simulator; the run's own by default.
 
     Raises:
       ValueError: if there is no such task here, or it has other sizes than the policy.
     """
-    env = envs.make(trained.config.task, trained.config.sim)
+    return _checked(trained, for_evaluation(trained.config, device, sim=sim))
+
+
+def facts(trained: Trained) -> Env | HostEnv:
+    """Returns the environment of a policy's run for what it says of itself; see `environment`."""
+    return _checked(trained, for_facts(trained.config))
+
+
+def _checked(trained: Trained, env: Env | HostEnv) -> Env | HostEnv:
     sizes = (trained.params.trunk.w.shape[-1], trained.params.mean_w.shape[-2])
     if sizes != (env.spec.actor_dim, env.spec.action_dim):
         raise ValueError(
@@ -134,21 +150,20 @@ def portable(trained: Trained, env: Env | HostEnv) -> Bundle:
 
     Args:
       trained: what `read` returned, on the CPU.
-      env: what `environment` returned.
+      env: what `facts` or `environment` returned.
 
     Raises:
       BundleError: if the bundle is not the trainer's policy, bit by bit.
     """
     config, spec, bounds = trained.config, env.spec, action_bounds(env)
     low, high = (x.tolist() for x in bounds)
-    observations, actions = (
-        {"width": width, "order": [f"{kind}_{i}" for i in range(width)]}
-        for kind, width in (("observation", spec.actor_dim), ("action", spec.action_dim))
-    )
+    robot = describe(config.task, task_settings(config)) if config.task in TASKS else None
+    observations, actions = _orders(spec, robot)
     about = {
         "kind": "FlashSAC policy: the deterministic action in the environment's units, by running statistics",
         "task": config.task,
         "sim": config.sim,
+        **({} if robot is None else {"robot": robot, "target": TARGET}),
         "control_dt": {"value": spec.control_dt, "unit": "s"},
         "inputs": {"observation": observations},
         "outputs": {"action": actions | {"low": low, "high": high}},
@@ -171,6 +186,16 @@ def portable(trained: Trained, env: Env | HostEnv) -> Bundle:
     made = Bundle(policy.NAME, arguments, values, about, {"observation": _observations(trained)})
     _check(made, trained, bounds)
     return made
+
+
+def _orders(spec: EnvSpec, robot: dict[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns what the entries of an observation and of an action are, in their order."""
+    parts = [("observation", spec.actor_dim)]
+    actions = [f"action_{i}" for i in range(spec.action_dim)]
+    if robot is not None:
+        parts, actions = [(part["name"], part["size"]) for part in robot["observation"]], robot["joints"]
+    observations = [f"{name}_{i}" for name, size in parts for i in range(size)]
+    return tuple({"width": len(order), "order": order} for order in (observations, actions))
 
 
 def action_bounds(env: Env | HostEnv) -> Bounds:

@@ -10,11 +10,11 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from functional_sl.run import cli, manifest, resuming
+from functional_sl.run import cli, identity, manifest, resuming
 from functional_sl.run.runlog import RunError
 
 PROGRAM = "python -m functional_sl.export"
@@ -32,10 +32,14 @@ class Settings:
     snapshot: str | None = cli.option(None, "Folder of a snapshot, or of a run (its newest), or 'latest'.")
     out: str | None = cli.option(None, "The files' name without its suffix.")
     formats: str = cli.option("safetensors,pt2", "Any of safetensors, pt2 and onnx (the extra `onnx`), by commas.")
+    data: str | None = cli.option(None, "Where the recipe's data lie now, as setting=path, if they were moved.")
 
 
 def export(
-    snapshot: str | os.PathLike[str], out: str | os.PathLike[str], formats: Sequence[str] = ("safetensors",)
+    snapshot: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    formats: Sequence[str] = ("safetensors",),
+    places: Mapping[str, str] | None = None,
 ) -> dict[Path, Any]:
     """Writes the bundle of a snapshot of either layout, and returns how closely each file repeats it.
 
@@ -43,18 +47,24 @@ def export(
       snapshot: folder of a snapshot or of a run, whose latest one is taken, or `latest`.
       out: the files' common name.
       formats: as `functional_sl.programs.write`.
+      places: settings of the recipe that say where its data lie now, by name.
 
     Raises:
-      UsageError: for a snapshot of another kind, or a recipe that cannot be loaded or makes no bundle.
+      UsageError: for a snapshot of another kind, a recipe that cannot be loaded or makes no bundle, or data whose
+        schema is another than in training.
       RunError, SnapshotError, BundleError: for files that cannot be read or written.
     """
     from functional_sl import programs
 
-    return programs.write(bundle_of(resuming.folder(snapshot)), out, formats)
+    return programs.write(bundle_of(resuming.folder(snapshot), places), out, formats)
 
 
-def bundle_of(source: Path) -> Any:
+def bundle_of(source: Path, places: Mapping[str, str] | None = None) -> Any:
     """Returns the `Bundle` of a snapshot's folder, with run, update and versions among what it says of itself.
+
+    Args:
+      source: the folder.
+      places: as `export`.
 
     Raises:
       UsageError, SnapshotError: as `export`.
@@ -62,13 +72,20 @@ def bundle_of(source: Path) -> Any:
     from functional_sl import keys
     from functional_sl.training import recovery, request
 
-    content = manifest.read(source)
+    content, places = manifest.read(source), places or {}
     if "layout" not in content["extra"]:
         raise cli.UsageError(f"{source}: is no snapshot of a supervised run")
-    asked = request.resolve(content["config"], frozenset())
+    asked = request.resolve({**content["config"], **places}, frozenset())
+    if odd := sorted(places.keys() - asked.builder.places):
+        known = ", ".join(sorted(asked.builder.places)) or "none"
+        raise cli.UsageError(f"--data={odd[0]}=...: {asked.config.recipe} has data at the settings {known}")
     recipe = asked.builder.build(asked.task)
     if recipe.bundle is None:
         raise cli.UsageError(f"{asked.config.recipe}: the recipe makes no bundle")
+    if identity.digest(dict(recipe.schema), "schema") != content["extra"]["schema"]:
+        raise cli.UsageError(
+            f"{source}: the recipe's schema is another one than in training; set data and versions back"
+        )
     bundle = recipe.bundle(*recovery.model(source, *recipe.init(keys.key(0))))
     trained = {
         "run_id": content["run_id"],
@@ -92,7 +109,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         if settings.snapshot is None or settings.out is None:
             raise cli.UsageError("give a snapshot and the name of the files to write: SNAPSHOT OUT")
         try:
-            files = export(settings.snapshot, settings.out, [name.strip() for name in settings.formats.split(",")])
+            name, _, place = (settings.data or "").partition("=")
+            formats = [name.strip() for name in settings.formats.split(",")]
+            files = export(settings.snapshot, settings.out, formats, {name: place} if name else {})
         except (RunError, manifest.SnapshotError, ValueError) as error:
             raise cli.UsageError(str(error)) from error
     found = {str(path): {"difference": x.difference, "bit_equal": x.bit_equal} for path, x in files.items()}

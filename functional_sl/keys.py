@@ -432,8 +432,10 @@ def _batch_first(x: Tensor, dim: int | None, missing: int) -> Tensor:
     return x if dim is None else x.movedim(dim, 0)[(slice(None), *[None] * missing)]
 
 
-# torch.library.custom_op would say the same at three times the cost of a call.
-torch.library.define("functional_sl::threefry2x32", "(Tensor key, Tensor count) -> Tensor")
-torch.library.impl("functional_sl::threefry2x32", "cpu", _hash_cpu)
-torch.library.register_fake("functional_sl::threefry2x32", _hash_fake)
-torch.library.register_vmap("functional_sl::threefry2x32", _hash_vmap)
+# torch.library.custom_op would say the same at three times the cost of a call. An operator can be registered once in a
+# process, while a module may be imported anew.
+if not hasattr(torch.ops.functional_sl, "threefry2x32"):
+    torch.library.define("functional_sl::threefry2x32", "(Tensor key, Tensor count) -> Tensor")
+    torch.library.impl("functional_sl::threefry2x32", "cpu", _hash_cpu)
+    torch.library.register_fake("functional_sl::threefry2x32", _hash_fake)
+    torch.library.register_vmap("functional_sl::threefry2x32", _hash_vmap)

@@ -10,7 +10,10 @@ of the task, and a recipe knows nothing of ranks, optimizers, snapshots or files
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import inspect
+import sys
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -18,7 +21,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from functional_sl.bundle import Bundle
-from functional_sl.run import loading
+from functional_sl.run import cli, loading
 from functional_sl.step import Aux
 from functional_sl.tree import Tree
 
@@ -27,8 +30,9 @@ class Recipe(NamedTuple):
     """One supervised task.
 
     Every function of tensors is pure and draws random numbers from its key alone (`functional_sl.keys`), so that an
-    update can be compiled and captured. Whoever must draw from Python's, NumPy's or torch's own generators, or keep
-    state of his own, sets `captured=False`; the trainer stores those generators for every rank.
+    update can be compiled and captured. Whoever must draw from Python's, NumPy's or torch's own generators sets
+    `captured=False`; the trainer stores those generators for every rank. State that is to go on after a resume stands
+    in the buffers: whatever else a recipe keeps begins anew.
     """
 
     name: str
@@ -43,8 +47,9 @@ class Recipe(NamedTuple):
 
     init: Callable[[Tensor], tuple[Tree, Tree]]
     """Key [2] -> (parameters, buffers). Parameters are equal on all ranks. Buffers (normaliser statistics, a dropout
-    key) begin equal, move by the loss alone, and are a rank's own from then on; the key that the loss gets differs by
-    rank and update, so noise that must differ between ranks from the first update on takes it in."""
+    key) begin equal, move by the loss alone, and are a rank's own from then on; () where there are none. The key that
+    the loss gets differs by rank and update, so noise that must differ between ranks from the first update on takes
+    it in."""
 
     sample: Callable[[Tree, Tensor, int], Tree]
     """(data, key, batch size) -> batch, drawn with replacement: a tree of tensors with a leading axis [B]."""
@@ -83,23 +88,37 @@ class Builder(NamedTuple):
     build: Callable[[Any], Recipe]
     settings: type  # the frozen dataclass that `build` takes
     sizes: Mapping[str, Mapping[str, Mapping[str, Any]]]  # name -> {"train": fields, "recipe": fields}
+    places: frozenset[str] = frozenset()  # settings that say where data lie, which may move between attempts
 
 
 def load(name: str) -> Builder:
     """Returns the builder that `package.module:build` names.
 
-    The one parameter of the function is annotated with its settings, a frozen dataclass whose fields
-    `functional_sl.run.cli.option` describes. The module may hold `SIZES`, the presets of `--size`.
+    The one parameter of the function is annotated with its settings, a frozen dataclass whose fields have plain
+    defaults and are described by `functional_sl.run.cli.option`. The module may hold `SIZES`, the presets of `--size`
+    ({name: {"train": fields, "recipe": fields}}), and `PLACES`, the names of settings that say where data lie: a
+    resumed run and an export may give other ones, since digests tell whether the data are the same.
 
     Raises:
-      ValueError: if there is no such function, or it takes something else.
+      ValueError: if there is no such function, it takes something else, or a setting cannot be a flag.
     """
     build = loading.load(name)
-    module = inspect.getmodule(build)
-    if not callable(build) or module is None:
+    if not inspect.isfunction(build):
         raise ValueError(f"{name!r} is {type(build).__name__}; a recipe is a function of one settings dataclass")
-    hints = typing.get_type_hints(build)
-    taken = [hints.get(parameter) for parameter in inspect.signature(build).parameters]
-    if len(taken) != 1 or not hasattr(taken[0], "__dataclass_fields__"):
+    try:
+        hints = typing.get_type_hints(build)
+        taken = [hints.get(parameter) for parameter in inspect.signature(build).parameters]
+        # Values are checked with the flags; here it is their types alone.
+        with contextlib.suppress(cli.UsageError):
+            if len(taken) == 1 and dataclasses.is_dataclass(taken[0]):
+                cli.from_dict(taken[0], {})
+    except (NameError, TypeError) as error:
+        raise ValueError(f"{name!r}: its settings cannot be flags: {error}") from error
+    if len(taken) != 1 or not dataclasses.is_dataclass(taken[0]):
         raise ValueError(f"{name!r}: a recipe takes one argument annotated with a frozen dataclass of settings")
-    return Builder(build, taken[0], getattr(module, "SIZES", {}))
+    module = sys.modules[build.__module__]
+    sizes = getattr(module, "SIZES", {})
+    for size, parts in sizes.items():
+        if odd := sorted(parts.keys() - {"train", "recipe"}):
+            raise ValueError(f"{name!r}: SIZES[{size!r}] has {', '.join(odd)}; its parts are train and recipe")
+    return Builder(build, taken[0], sizes, frozenset(getattr(module, "PLACES", ())))

@@ -124,32 +124,34 @@ def _accumulate(
     """Returns the sums over the micro-batches, and the statistics after the last one."""
     if count == 1:
         return _differentiate(loss, state, inputs, scale)
-    total = None
+    total, metrics = None, {}
     for i in range(count):
         grads, value, aux = _differentiate(loss, state, tree.index(inputs, i), scale)
-        state, found = state._replace(stats=aux.stats), (grads, value, aux.metrics)
+        state, found = state._replace(stats=aux.stats), (grads, value)
+        metrics = {name: metrics[name] + x if name in metrics else x for name, x in aux.metrics.items()}
         total = found if total is None else tree.add(total, found)
-    grads, value, metrics = total
-    return grads, value, Aux(state.stats, metrics)
+    return *total, Aux(state.stats, metrics)
 
 
 def _differentiate(
     loss: Loss, state: StepState, inputs: tuple[tree.Tree, ...], scale: Tensor | None
 ) -> tuple[tree.Tree, Tensor, Aux]:
     leaves, structure = tree.flatten(state.params)
-    outputs = None
+    names, outputs = (), None
 
     def scaled(leaves: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        nonlocal outputs
+        nonlocal names, outputs
         value, aux = loss(tree.unflatten(structure, leaves), state.stats, *inputs)
-        flat, outputs = tree.flatten((value, aux))
+        # Dynamo cannot flatten a dict without entries, which metrics may be.
+        names = tuple(sorted(aux.metrics))
+        flat, outputs = tree.flatten((value, aux.stats, [aux.metrics[name] for name in names]))
         return value if scale is None else value * scale, flat
 
     grads, flat = _gradient(scaled, leaves)
     if scale is not None:
         grads = [g / scale for g in grads]
-    value, aux = tree.unflatten(outputs, flat)
-    return tree.unflatten(structure, grads), value, aux
+    value, stats, metrics = tree.unflatten(outputs, flat)
+    return tree.unflatten(structure, grads), value, Aux(stats, dict(zip(names, metrics, strict=True)))
 
 
 def _gradient(

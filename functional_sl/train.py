@@ -9,6 +9,8 @@ from typing import Any
 
 from functional_sl.parallel.errors import RankError
 from functional_sl.run import cli, command
+from functional_sl.run.manifest import SnapshotError
+from functional_sl.run.runlog import RunError
 from functional_sl.training import request
 from functional_sl.training.config import TrainConfig
 from functional_sl.training.errors import UpdateError
@@ -22,11 +24,11 @@ DESCRIPTION = (
 
 
 def run(config: TrainConfig, task: Any = None, *, on_validation: Callable[[Any], None] | None = None) -> dict[str, Any]:
-    """Trains as configured and returns the summary. With `config.resume`, use `resume` instead.
+    """Trains as configured and returns the summary; a run that was begun goes on with `resume`.
 
     Args:
-      config: the trainer's settings; the recipe's presets are not applied (see `settings`).
-      task: the recipe's settings; its defaults if None.
+      config: the trainer's settings, taken as they are; `settings` applies the recipe's presets to them.
+      task: the recipe's settings; those of `config.size` if None.
       on_validation: called on rank 0 after each validation with a `functional_sl.training.loop.Validated`.
 
     Returns:
@@ -38,6 +40,8 @@ def run(config: TrainConfig, task: Any = None, *, on_validation: Callable[[Any],
       RunError, SnapshotError: if the run's folder can no longer be written; what was written is kept.
       RankError: with several ranks, on every one of them, for an error of any.
     """
+    if config.resume is not None:
+        raise cli.UsageError(f"resume={config.resume}: functional_sl.train.resume goes on with a run; call that")
     values = cli.to_dict(config) | (cli.to_dict(task) if task is not None else {})
     return _train(lambda: request.resolve(values, frozenset()), on_validation)
 
@@ -69,7 +73,8 @@ def settings(recipe: str, size: str = TrainConfig.size, **changes: Any) -> tuple
 def _train(ask: Callable[[], request.Request], on_validation: Callable[[Any], None] | None) -> dict[str, Any]:
     # cuBLAS reads it when CUDA starts; without determinism it does no harm.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    asked = ask()
+    with command.as_usage_error(RunError, SnapshotError):
+        asked = ask()
     from functional_sl.training.loop import train
 
     return train(asked, on_validation)
@@ -86,7 +91,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     with cli.exit_on_usage_error(PROGRAM), command.exit_on_failure(PROGRAM, RankError, UpdateError):
-        line = request.parse(arguments, PROGRAM, DESCRIPTION)
+        with command.as_usage_error(RunError, SnapshotError):
+            line = request.parse(arguments, PROGRAM, DESCRIPTION)
         summary = _train(lambda: request.resolve(*line), None)
     command.print_summary(summary)
     if "stopped" in summary:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -45,7 +46,11 @@ def make(
     known = ("auto", "classic", "gym", *simulators.SIMULATORS)
     if sim not in known:
         raise ValueError(f"sim={sim!r}: no task runs on it; use one of {', '.join(known)}")
-    if sim in simulators.SIMULATORS or (sim == "auto" and task in tasks.TASKS):
+    near = difflib.get_close_matches(task, tasks.TASKS, 1, 0.8)
+    if sim in simulators.SIMULATORS and task not in tasks.TASKS:
+        hint = f"did you mean {near[0]!r}?" if near else f"its tasks are {', '.join(tasks.TASKS)}"
+        raise ValueError(f"sim={sim!r}: no task {task!r} runs on it; {hint}")
+    if task in tasks.TASKS and sim in ("auto", *simulators.SIMULATORS):
         from functional_sac.envs import robot
 
         return robot.make(task, sim, settings, device, wrap)
@@ -54,6 +59,8 @@ def make(
 
         return gym.make(task)
     if ":" not in task:
+        if sim == "auto" and near:
+            raise ValueError(f"there is no task {task!r}; did you mean {near[0]!r}?")
         from functional_sac.envs import classic
 
         return classic.make(task)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import inspect
 import os
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable
@@ -178,9 +178,10 @@ def _prepare_drawing() -> None:
     screen = sys.platform != "linux" or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
     if screen or "MUJOCO_GL" in os.environ or "mujoco" not in sys.modules:
         return
-    try:
-        # Gymnasium's viewer would leave a broken object behind, whose end is an error on stderr.
-        importlib.import_module("mujoco.egl").GLContext(8, 8).free()
-    except Exception as error:  # whatever the libraries raise
-        raise RenderError(f"there is no screen, and no EGL ({_said(error)})") from error
+    # In a process of its own: where it fails, MuJoCo and gymnasium leave objects whose end is a traceback on stderr.
+    trial = [sys.executable, "-c", "from mujoco.egl import GLContext; GLContext(8, 8).free()"]
+    tried = subprocess.run(trial, capture_output=True, text=True, check=False, env=os.environ | {"MUJOCO_GL": "egl"})
+    if tried.returncode:
+        reason = (tried.stderr.strip().splitlines() or ["no reason"])[-1]
+        raise RenderError(f"there is no screen, and EGL does not work ({reason})")
     os.environ["MUJOCO_GL"] = "egl"

@@ -22,26 +22,17 @@ import torch
 from torch import Tensor
 
 from functional_sac import tasks
-from functional_sac.envs import sketch
+from functional_sac.envs import sketch, tally
 from functional_sac.envs.env import Env, EnvSpec, EnvState, TimeStep, advance, check_action, check_init, finite, select
+from functional_sac.envs.tally import Totals
 from functional_sac.tasks import task as robot_tasks
 from functional_sac.tasks.settings import Settings
-from functional_sac.tasks.task import Outcome, Own, RobotTask, Scene, Shared
+from functional_sac.tasks.task import Outcome, Own, RobotTask, Shared
 from functional_sac.transition import Observation
 from functional_sl import keys, sim, tree
-from functional_sl.sim import contract
 from functional_sl.sim.contract import RobotModel, SimState, Simulator
 
 Region = Callable[..., tuple[tree.Tree, dict[str, Tensor]]]  # (state, *inputs) -> (state, dict)
-
-COUNTS = ("steps", "episodes", "episode/timeout", "episode/completed", "diverged", "over_contacts", "over_constraints")
-
-
-class Totals(NamedTuple):
-    """Sums over all environments and all steps since `init`."""
-
-    counts: Tensor  # [7] float64, of what `COUNTS` names
-    sums: Tensor  # [M] float64, of the terms of the reward and of the task's measures, diverged worlds left out
 
 
 class Memory(NamedTuple):
@@ -146,7 +137,7 @@ def build(
         action = torch.zeros_like(state.joint_pos)
         observation = steps.observe(begun.own, state, action, noise)
         zeros = key.new_zeros(num_envs)
-        memory = Memory(begun.own, shared, action, steps.zeros(key.device))
+        memory = Memory(begun.own, shared, action, tally.zeros(task, key.device))
         return EnvState(advance(env_keys, 1), Robots(state, memory), zeros.float(), zeros), observation
 
     def step(state: EnvState, action: Tensor) -> tuple[EnvState, TimeStep]:
@@ -168,7 +159,10 @@ def build(
         reference = None if task.reference is None else task.reference(memory.own)[i].cpu().numpy()
         return sketch.draw(links, sketch.points(simulator.model, state.physics.sim, i), height, reference)
 
-    return Env(steps.spec, init, step, render if links else None, steps.metrics, simulator.close)
+    def metrics(state: EnvState) -> dict[str, Tensor]:
+        return tally.named(task, state.physics.memory.totals)
+
+    return Env(steps.spec, init, step, render if links else None, metrics, simulator.close)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,6 +216,8 @@ class _Steps:
         final = robot_tasks.observe(task, task.view(own, seen, action), noise)
         sound = finite(final, reward)
         restart = outcome.done | ~sound
+        completed = length / task.possible_length(memory.own)
+        measures = task.measures(memory.own, memory.shared, scene)
         shared = task.learn(memory.shared, memory.own, outcome)
         begun, first_noise = self.start(shared, part.key)
         judged = _Part(
@@ -230,7 +226,7 @@ class _Steps:
                 own=select(restart, begun.own, own),
                 shared=shared,
                 action=action.masked_fill(restart.unsqueeze(1), 0.0),
-                totals=self._totals(memory, scene, state, weighted, sound, outcome),
+                totals=tally.add(memory.totals, state, outcome, completed, sound, weighted, measures),
             ),
             episode_return=(part.episode_return + reward).masked_fill(restart, 0.0),
             episode_length=length.masked_fill(restart, 0),
@@ -286,39 +282,17 @@ class _Steps:
             "qvel": select(restart, begun.qvel, qvel),
         }
 
-    def _totals(
-        self,
-        memory: Memory,
-        scene: Scene,
-        state: SimState,
-        weighted: Tensor,
-        sound: Tensor,
-        outcome: Outcome,
-    ) -> Totals:
-        """Returns the totals with a step added."""
-        task, ended = self.task, outcome.done & sound
-        completed = (outcome.length / task.possible_length(memory.own)).masked_fill(~ended, 0.0)
-        over = contract.overflowed(state)
-        counted = (
-            sound, ended, ended & ~outcome.terminated, completed, ~sound, over["contacts"], over["constraints"],
-        )  # fmt: skip
-        counts = torch.stack([x.sum(dtype=torch.float64) for x in counted])
-        measures = task.measures(memory.own, memory.shared, scene)
-        columns = [measures[name].expand_as(sound) for name in task.measured]
-        values = torch.cat((weighted, torch.stack(columns))).masked_fill(~sound, 0.0)
-        old = memory.totals
-        return Totals(old.counts + counts, old.sums + values.sum(dim=1, dtype=torch.float64))
 
-    def zeros(self, device: torch.device) -> Totals:
-        """Returns totals before the first step."""
-        sizes = (len(COUNTS), len(self.task.terms) + len(self.task.measured))
-        return Totals(*(torch.zeros(size, dtype=torch.float64, device=device) for size in sizes))
+def rows(state: EnvState, start: int) -> EnvState:
+    """Returns the state of the environments from `start` on; what all share stays."""
 
-    def metrics(self, state: EnvState) -> dict[str, Tensor]:
-        """Returns the totals by name; see `Env.metrics`."""
-        totals = state.physics.memory.totals
-        names = [f"reward/{term.name}" for term in self.task.terms] + list(self.task.measured)
-        return dict(zip((*COUNTS, *names), (*totals.counts.unbind(), *totals.sums.unbind()), strict=True))
+    def cut(values: tree.Tree) -> tree.Tree:
+        return tree.map(lambda x: x[start:].clone(), values)
+
+    memory = state.physics.memory
+    part = memory._replace(own=cut(memory.own), action=cut(memory.action))
+    cleared = EnvState(*cut((state.key, Robots(state.physics.sim, ()), state.episode_return, state.episode_length)))
+    return cleared._replace(physics=cleared.physics._replace(memory=part))
 
 
 def _at_step(key: Tensor, length: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from functional_sac.tasks.settings import Settings
 
@@ -13,11 +13,15 @@ if TYPE_CHECKING:
     from functional_sl.sim.robots.robot import Robot
 
 
+COMMON = ("robot_xml", "geometry", "contacts", "constraints", "threads")
+
+
 class Entry(NamedTuple):
-    """How a task is made."""
+    """How a task is made, and the names of the settings that it has."""
 
     robot: Callable[[Settings], Robot]
     task: Callable[[RobotModel, Robot, Settings], RobotTask]
+    settings: tuple[str, ...] = COMMON
 
 
 def _g1(settings: Settings) -> Robot:
@@ -61,8 +65,23 @@ def _joystick(model: RobotModel, robot: Robot, settings: Settings) -> RobotTask:
     return joystick.make(model)
 
 
+def describe(task: str, settings: Settings) -> dict[str, Any]:
+    """Returns what an exported policy's user must know: `task.describe`, and names and gains of the joints.
+
+    Raises:
+      ValueError, OSError, ModuleNotFoundError: if the task cannot be made, as in `envs.robot.make`.
+    """
+    from functional_sac.tasks import task as robot_tasks
+    from functional_sl.sim.robots import robot as robots
+
+    robot = TASKS[task].robot(settings)
+    model = robots.facts(robot)
+    facts = {"joints": list(model.joint_names), "stiffness": model.kp.tolist(), "damping": model.kd.tolist()}
+    return facts | robot_tasks.describe(TASKS[task].task(model, robot, settings))
+
+
 TASKS = {
-    "g1_motion_tracking": Entry(_g1_of_preset, _tracking),
+    "g1_motion_tracking": Entry(_g1_of_preset, _tracking, ("preset", "motion", "sampling", *COMMON)),
     "g1_walk_flat": Entry(_g1, _walk),
     "go2_joystick_flat": Entry(_go2, _joystick),
 }

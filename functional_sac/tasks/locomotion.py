@@ -111,7 +111,7 @@ def make(
         learn=lambda shared, own, outcome: shared,
         possible_length=lambda own: torch.full_like(own.phase, MAX_EPISODE_STEPS, dtype=torch.int64),
         measured=terms.ERRORS,
-        measures=lambda own, shared, scene: terms.errors(scene),
+        measures=lambda own, shared, scene: (*terms.errors(scene).values(),),
     )
 
 

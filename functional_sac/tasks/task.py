@@ -87,7 +87,7 @@ class RobotTask(NamedTuple):
       learn: `(shared, own, Outcome) -> shared`.
       possible_length: `own -> [N] int64`: steps that the episode can have from its start.
       measured: names of the measures.
-      measures: `(own, shared, scene) -> {name: [N] or 0-d float32}`, for the records.
+      measures: `(own, shared, scene) -> ([N] or 0-d float32, ...)`, what the records show, in the order of the names.
       weights: `shared -> [T] float32`, factors on the weights of the terms; None for ones.
       reference: `own -> [N, B, 3]`, where the bodies of the robot should be now, for pictures; or None.
       push: `(episode length [N], uniform [N, step_draws]) -> (mask [N] bool, velocity [N, 6 + J] to add)`, or None.
@@ -113,7 +113,7 @@ class RobotTask(NamedTuple):
     learn: Callable[[Shared, Own, Outcome], Shared]
     possible_length: Callable[[Own], Tensor]
     measured: tuple[str, ...]
-    measures: Callable[[Own, Shared, Scene], dict[str, Tensor]]
+    measures: Callable[[Own, Shared, Scene], tuple[Tensor, ...]]
     weights: Callable[[Shared], Tensor] | None = None
     reference: Callable[[Own], Tensor] | None = None
     push: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None

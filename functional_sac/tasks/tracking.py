@@ -15,19 +15,15 @@ from torch import Tensor
 
 from functional_sac.tasks import sampling
 from functional_sac.tasks import tracking_terms as terms
+from functional_sac.tasks.motions import Motions, Own
 from functional_sac.tasks.sampling import Sampling
-from functional_sac.tasks.task import Outcome, Part, RobotTask, Start, Term
-from functional_sac.tasks.tracking_terms import ANCHOR, BODIES, ROOT, Reference, Scene, Seen
+from functional_sac.tasks.task import Part, RobotTask, Term
+from functional_sac.tasks.tracking_terms import ANCHOR, BODIES, Scene, Seen
 from functional_sl.motions.library import MotionLibrary
 from functional_sl.sim import rotation, sensors
 from functional_sl.sim.contract import RobotModel, SimState
 
 MAX_EPISODE_STEPS = 500
-
-# Half widths of the uniform noise at the start of an episode.
-POSE_NOISE = (0.05, 0.05, 0.01, 0.1, 0.1, 0.2)  # x, y, z in m; roll, pitch, yaw in rad
-VELOCITY_NOISE = (0.5, 0.5, 0.2, 0.52, 0.52, 0.78)  # m/s; rad/s
-JOINT_NOISE = 0.1  # rad
 
 
 class Preset(NamedTuple):
@@ -66,14 +62,6 @@ PRESETS = {
 }  # fmt: skip
 TILT_LIMIT = 0.8
 SOFT_LIMITS = 0.9  # of the range of a joint
-
-
-class Own(NamedTuple):
-    """Where an episode is in its motion."""
-
-    frame: Tensor  # [N] int64, shown by the last observation
-    first: Tensor  # [N] int64, where the episode began
-    last: Tensor  # [N] int64, of the clip
 
 
 class View(NamedTuple):
@@ -148,7 +136,7 @@ def make(
       ValueError: if the library's rate is not the control rate, or its bodies and joints are not the model's.
     """
     _check(model, library, fps)
-    motions = _Motions(model, library, fps, mode)
+    motions = Motions(model, library, fps, mode)
     look, joints = _Look(model), len(model.joint_names)
     actor, privileged = observation_table(preset, joints)
     limit, scale = PRESETS[preset].height_limit, PRESETS[preset].action_scale
@@ -157,8 +145,8 @@ def make(
         lost = (scene.anchor_height.abs() > limit) | (scene.anchor_tilt.abs() > TILT_LIMIT)
         return lost | (scene.end_height.abs() > limit).any(dim=1)
 
-    def measures(own: Own, shared: Sampling, scene: Scene) -> dict[str, Tensor]:
-        return terms.errors(scene) | sampling.measures(sampling.probabilities(shared))
+    def measures(own: Own, shared: Sampling, scene: Scene) -> tuple[Tensor, ...]:
+        return *terms.errors(scene).values(), *sampling.measures(sampling.probabilities(shared)).values()
 
     def view(own: Own, seen: Seen, last_action: Tensor) -> View:
         return View(seen, *motions.command(own.frame), last_action, model.default_joint_pos)
@@ -172,7 +160,7 @@ def make(
         actor=actor,
         privileged=privileged,
         step_draws=0,
-        start_draws=2 + len(POSE_NOISE) + len(VELOCITY_NOISE) + joints,
+        start_draws=motions.draws,
         shared=motions.statistics,
         look=look,
         scene=lambda own, seen, action, last: terms.compare(motions.reference(own.frame), seen, action, last),
@@ -220,74 +208,6 @@ class _Look:
             base_ang_vel=sensors.gyro(self._model, state, "imu_in_torso"),
             contact_force=state.contact_force.index_select(1, self._touched),
         )
-
-
-class _Motions:
-    """The frames of all clips as rows, and where episodes begin in them."""
-
-    def __init__(self, model: RobotModel, library: MotionLibrary, fps: float, mode: str) -> None:
-        self._model, self._fps, self._mode = model, fps, mode
-        bodies = torch.tensor(model.bodies(*BODIES), device=library.qpos.device)
-        parts = Reference(
-            library.joint_pos, library.joint_vel,
-            *(x.index_select(1, bodies) for x in
-              (library.body_pos, library.body_quat, library.body_lin_vel, library.body_ang_vel)),
-        )  # fmt: skip
-        self._shapes = [part.shape[1:] for part in parts]
-        self._rows = torch.cat([part.flatten(1) for part in parts], dim=1)
-        anchor = (parts.body_pos[:, ANCHOR], parts.body_quat[:, ANCHOR])
-        self._commands = torch.cat((parts.joint_pos, parts.joint_vel, *anchor), dim=1)
-        root = (parts.body_lin_vel[:, ROOT], parts.body_ang_vel[:, ROOT])
-        self._starts = torch.cat((library.qpos, *root, library.joint_vel), dim=1)
-        lengths = library.clip_end - library.clip_start
-        self._last = (library.clip_end - 1).repeat_interleave(lengths)
-        self._first_of_clip = library.clip_start
-        device = library.qpos.device
-        self._noise = torch.tensor(
-            (*POSE_NOISE, *VELOCITY_NOISE, *[JOINT_NOISE] * len(model.joint_names)), device=device
-        )
-
-    @property
-    def frames(self) -> int:
-        return self._rows.shape[0]
-
-    def statistics(self) -> Sampling:
-        return sampling.init(self.frames, self._fps, self._rows.device)
-
-    def reference(self, frame: Tensor) -> Reference:
-        """Returns frames [N] of the motions."""
-        columns = self._rows[frame].split([shape.numel() for shape in self._shapes], dim=1)
-        return Reference(*(x.unflatten(1, shape) for x, shape in zip(columns, self._shapes, strict=True)))
-
-    def command(self, frame: Tensor) -> tuple[Tensor, ...]:
-        """Returns joint positions and velocities, and the anchor's position and orientation."""
-        joints = len(self._model.joint_names)
-        return self._commands[frame].split([joints, joints, 3, 4], dim=1)
-
-    def learn(self, shared: Sampling, own: Own, outcome: Outcome) -> Sampling:
-        if self._mode != "adaptive":
-            return Sampling(shared.failures.clone())
-        return sampling.update(shared, own.frame, outcome.terminated, self.frames)
-
-    def start(self, shared: Sampling, uniform: Tensor) -> Start:
-        frame = self._frame(shared, uniform[:, :2])
-        noise = self._noise * (2.0 * uniform[:, 2:] - 1.0)
-        pose, velocity, joints = noise.split([6, 6, noise.shape[1] - 12], dim=1)
-        reference = self._starts[frame]
-        pos, quat, angles, linear, angular, speeds = reference.split([3, 4, joints.shape[1], 3, 3, joints.shape[1]], 1)
-        quat = rotation.multiply(rotation.from_euler(*pose[:, 3:].unbind(1)), quat)
-        lower, upper = self._model.joint_range.unbind(1)
-        spin = rotation.rotate_inverse(quat, angular + velocity[:, 3:])
-        return Start(
-            Own(frame=frame, first=frame.clone(), last=self._last[frame]),
-            qpos=torch.cat((pos + pose[:, :3], quat, torch.clamp(angles + joints, lower, upper)), dim=1),
-            qvel=torch.cat((linear + velocity[:, :3], spin, speeds), dim=1),
-        )
-
-    def _frame(self, shared: Sampling, uniform: Tensor) -> Tensor:
-        if self._mode == "start":
-            return self._first_of_clip[(uniform[:, 0] * self._first_of_clip.shape[0]).long()]
-        return sampling.draw(sampling.probabilities(shared), uniform, self.frames)
 
 
 def _command(view: View) -> Tensor:

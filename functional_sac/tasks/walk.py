@@ -85,7 +85,7 @@ def make(model: RobotModel) -> RobotTask:
         weights=weights,
         learn=lambda shared, own, outcome: learn(shared, outcome),
         measured=(*terms.ERRORS, "penalty_scale"),
-        measures=lambda own, shared, scene: terms.errors(scene) | {"penalty_scale": shared.scale},
+        measures=lambda own, shared, scene: (*terms.errors(scene).values(), shared.scale),
     )
 
 

@@ -117,8 +117,8 @@ class Watchdog:
     def _exchange(self) -> None:
         with self._lock:
             self._own["beat"] += 1
-            self._store.set(_key(self._world.rank), json.dumps(self._own))
-            keys = [_key(rank) for rank in range(self._world.size)]
+            keys = [_key(self._world, rank) for rank in range(self._world.size)]
+            self._store.set(keys[self._world.rank], json.dumps(self._own))
             self._watch.look([json.loads(self._store.get(k)) if self._store.check([k]) else None for k in keys])
 
     def _end(self, reason: str) -> None:
@@ -204,9 +204,9 @@ def _iteration(seen: dict[str, Any] | None) -> int:
     return seen["iteration"] if seen else 0
 
 
-def _key(rank: int) -> str:
-    # torchrun starts the ranks anew in the same store.
-    return f"watchdog/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{rank}"
+def _key(world: World, rank: int) -> str:
+    # torchrun starts the ranks anew in the same store, and a process may join one world after the other.
+    return f"watchdog/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{world.number}/{rank}"
 
 
 def _connect(timeout_s: float) -> dist.Store:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import itertools
 import json
 import os
 import sys
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from functional_sl.parallel.errors import LostRank, RankError
 
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_numbers = itertools.count()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +38,7 @@ class World:
     data_group: dist.ProcessGroup | None  # None: one process without torchrun, nothing to reduce
     control_group: dist.ProcessGroup | None  # Gloo; None with the data group
     timeout_s: float  # after which a collective that a rank does not join fails
+    number: int = 0  # of the worlds that this process has joined
 
 
 @contextlib.contextmanager
@@ -60,18 +63,18 @@ def world(device: str = "auto", timeout_s: float = 300.0, force_group: bool = Fa
     if not launched and not force_group:
         yield World(rank, size, local_rank, chosen, None, None, timeout_s)
         return
-    timeout = datetime.timedelta(seconds=timeout_s)
+    timeout, number = datetime.timedelta(seconds=timeout_s), next(_numbers)
     dist.init_process_group(
         "nccl" if chosen.type == "cuda" else "gloo",
         rank=rank,
         world_size=size,
-        store=None if launched else dist.HashStore(),
+        store=_store(rank, size, timeout, number) if launched else dist.HashStore(),
         timeout=timeout,
         device_id=chosen if chosen.type == "cuda" else None,
     )
     try:
         control_group = dist.new_group(backend="gloo", timeout=timeout)
-        joined = World(rank, size, local_rank, chosen, dist.group.WORLD, control_group, timeout_s)
+        joined = World(rank, size, local_rank, chosen, dist.group.WORLD, control_group, timeout_s, number)
         yield joined
         _exchange(joined, "the end", "")
     except BaseException:
@@ -79,6 +82,16 @@ def world(device: str = "auto", timeout_s: float = 300.0, force_group: bool = Fa
         dist.distributed_c10d._abort_process_group()
         raise
     dist.destroy_process_group()
+
+
+def _store(rank: int, size: int, timeout: datetime.timedelta, number: int) -> dist.Store:
+    """Returns torchrun's store under names of this world's own.
+
+    What an earlier world of these processes has left there, such as the addresses of its sockets, would be taken for
+    this one's.
+    """
+    found, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
+    return dist.PrefixStore(f"world{number}", found)
 
 
 def agree(world: World, error: Exception | None, where: str) -> None:

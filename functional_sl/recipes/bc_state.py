@@ -80,6 +80,7 @@ class BCState:
             raise ValueError("without demonstrations both world and expert must be named")
 
 
+PLACES = ("demonstrations",)
 SIZES: dict[str, dict[str, dict[str, Any]]] = {
     "small": {
         "train": {

@@ -23,7 +23,7 @@ from functional_sl.models.articulation import ROBOTS, Robot
 from functional_sl.models.nerd import Convention, Statistics
 from functional_sl.models.transformer import Architecture, Parameters
 from functional_sl.recipe import Recipe
-from functional_sl.run import figures
+from functional_sl.run import figures, files
 from functional_sl.run.cli import option
 from functional_sl.sources import nerd_data
 from functional_sl.sources.nerd_data import Trajectories
@@ -268,14 +268,18 @@ def _windows(data: Transitions, trajectory: Tensor, start: Tensor, history: int)
 
 def _trajectories(config: NeRD, name: str, **drawn: Any) -> tuple[Trajectories, str]:
     """Reads trajectories and their simulator from the folder, or generates them and keeps them there."""
-    robot, file = ROBOTS[config.robot], Path(config.path or "") / f"{name}.safetensors"
+    robot, file = ROBOTS[config.robot], Path(config.path or "").expanduser() / f"{name}.safetensors"
     asked = {"seed": config.data_seed, **drawn}
     if config.path and file.exists():
         return nerd_data.read(file, robot, asked)
     data = nerd_data.generate(robot, config.source, keys.fold_in(keys.key(config.data_seed), _STREAMS[name]), **drawn)
     if config.path:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        nerd_data.write(file, robot, config.source, data, asked)
+        # Ranks that find none generate the same bytes, and a file appears as a whole.
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            nerd_data.write(file, robot, config.source, data, asked)
+        except OSError as error:
+            raise ValueError(files.explain(error, file, 8 * tree.size(data))) from error
     return data, nerd_data.simulator(config.source)
 
 
@@ -418,3 +422,4 @@ _SMALL = {
     },
 }
 SIZES = {"small": _SMALL, "paper": _PAPER}
+PLACES = ("path",)

@@ -18,7 +18,7 @@ import sys
 import textwrap
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -75,7 +75,7 @@ def parse(
     program: str,
     description: str = "",
     presets: Mapping[str, Mapping[str, object]] | None = None,
-    default_preset: str | None = None,
+    default_preset: str | Callable[[Mapping[str, Any]], str] | None = None,
     extra: type | None = None,
 ) -> Parsed:
     """Builds a config from default < `--preset=NAME` < `--config=PATH.yaml` < flags.
@@ -89,7 +89,8 @@ def parse(
       program: the command's name in the help.
       description: a sentence or two under the usage line of the help.
       presets: field values by preset name.
-      default_preset: the preset without `--preset`; the fields that it names do not count as given.
+      default_preset: the preset without `--preset`, or a function that chooses it by the values that a file and flags
+        gave; the fields that it names do not count as given.
       extra: a dataclass of flags that are no part of the config (neither presets nor files set them).
 
     Raises:
@@ -99,7 +100,7 @@ def parse(
     presets = presets or {}
     options = _options(config_class)
     extras = _options(extra) if extra else {}
-    general = _general(presets, default_preset)
+    general = _general(presets)
     known = {**general, **extras, **options}
     if len(known) < len(general) + len(extras) + len(options):
         raise TypeError(f"{config_class.__name__}: a field has the name of another flag; rename it: {list(known)}")
@@ -109,14 +110,14 @@ def parse(
     def preset(name: str) -> dict[str, Any]:
         return _convert_all(options, presets[name].items(), f"preset {name}: ")
 
-    layers = preset(flagged["preset"]) if "preset" in flagged else {}
-    fallback = preset(default_preset) if default_preset and "preset" not in flagged else {}
-    if "config" in flagged:
-        layers |= _read_yaml(options, flagged["config"])
+    asked = _read_yaml(options, flagged["config"]) if "config" in flagged else {}
+    asked |= {name: value for name, value in flagged.items() if name in options}
+    default = default_preset(asked) if callable(default_preset) else default_preset
+    layers = (preset(flagged["preset"]) if "preset" in flagged else {}) | asked
+    fallback = preset(default) if default and "preset" not in flagged else {}
     if flagged.get("help"):
-        _emit(sys.stdout, _help(program, description, general, extras, options, fallback | layers))
+        _emit(sys.stdout, _help(program, description, _general(presets, default), extras, options, fallback | layers))
         raise SystemExit(0)
-    layers |= {name: value for name, value in flagged.items() if name in options}
     others = {name: value for name, value in flagged.items() if name in extras}
     return Parsed(
         config=_build(config_class, fallback | layers),
@@ -195,7 +196,7 @@ def _option_of(field: dataclasses.Field[Any], hint: Any) -> _Option:
     return _Option(field.name, base, many, inner != [hint], field.default, **about)
 
 
-def _general(presets: Mapping[str, object], default: str | None) -> dict[str, _Option]:
+def _general(presets: Mapping[str, object], default: str | None = None) -> dict[str, _Option]:
     def about(name: str, base: type, help: str, choices: tuple[str, ...] = ()) -> _Option:
         return _Option(name, base, False, False, None, help, choices, "", "")
 

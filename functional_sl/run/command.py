@@ -9,7 +9,9 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from functional_sl.parallel.errors import LostRank
 from functional_sl.run import metrics
+from functional_sl.run.cli import UsageError
 from functional_sl.run.manifest import SnapshotError
 from functional_sl.run.runlog import RunError
 
@@ -30,6 +32,17 @@ def exit_on_failure(program: str, *kinds: type[Exception]) -> Iterator[None]:
         with contextlib.suppress(OSError):
             print(f"{program}: interrupted", file=sys.stderr)
         sys.exit(130)
+
+
+@contextlib.contextmanager
+def as_usage_error(*kinds: type[Exception]) -> Iterator[None]:
+    """Turns errors of these kinds, but not the loss of a rank, into a `UsageError`."""
+    try:
+        yield
+    except (UsageError, LostRank):
+        raise
+    except kinds as error:
+        raise UsageError(str(error)) from error
 
 
 def print_summary(summary: Mapping[str, Any]) -> None:

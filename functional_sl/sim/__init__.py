@@ -41,7 +41,7 @@ def make(
 
         return mjwarp_backend.make(robot, device, capacity)
     if str(device) != "cpu":
-        raise ValueError(f"sim='mujoco' runs on the CPU, not on {device}; use --sim=mjwarp there")
+        raise ValueError(f"sim='mujoco' runs on the CPU, not on {device}; use --sim=mjwarp there, or --device=cpu")
     from functional_sl.sim import mujoco_backend
 
     return mujoco_backend.make(robot, threads)

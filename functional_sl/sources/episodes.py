@@ -168,7 +168,7 @@ def write(path: str | os.PathLike[str], episodes: Episodes) -> None:
     Raises:
       ValueError: for episodes that do not pass `check`, or another suffix.
     """
-    path = Path(path)
+    path = Path(path).expanduser()
     check(episodes, str(path))
     header = {
         "format": FORMAT,
@@ -189,7 +189,7 @@ def read(path: str | os.PathLike[str]) -> Episodes:
       ValueError: names the file and what is wrong: absent, cut short, damaged, of another format or version, or not
         what its schema says.
     """
-    path = Path(path)
+    path = Path(path).expanduser()
     decode = _decode_hdf5 if _suffix(path) in _HDF5 else _decode_safetensors
     if not path.is_file():
         raise ValueError(f"{path}: there is no such file of episodes")

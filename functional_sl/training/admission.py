@@ -30,9 +30,7 @@ def check(recipe: Recipe, params: Tree, buffers: Tree, batch_size: int, key: Ten
       ValueError: names the function that breaks the contract, what it gave and what is expected.
     """
     wire.layout(params)
-    for name, part in (("data", recipe.data), ("validation", recipe.validation)):
-        if not tree.leaves(part):
-            raise ValueError(f"recipe {recipe.name}: its {name} is empty")
+    _check_dicts(recipe, (params, buffers))
     batch = recipe.sample(recipe.data, key, batch_size)
     for name, leaf in tree.named(batch).items():
         if leaf.ndim == 0 or leaf.shape[0] != batch_size:
@@ -52,11 +50,51 @@ def check(recipe: Recipe, params: Tree, buffers: Tree, batch_size: int, key: Ten
     return [name for name in aux.metrics if name != "loss"]
 
 
+def check_built(recipe: Any, name: str) -> None:
+    """Checks that what a recipe function has built is a recipe whose data are tensors.
+
+    Raises:
+      ValueError: names the function and what it gave.
+    """
+    if not isinstance(recipe, Recipe):
+        raise ValueError(f"{name} gives {_kind(recipe)}, expected a functional_sl.recipe.Recipe")
+    for part, values in (("data", recipe.data), ("validation", recipe.validation)):
+        found = tree.named(values)
+        if not found:
+            raise ValueError(f"recipe {recipe.name}: its {part} is empty")
+        if odd := [(leaf, x) for leaf, x in found.items() if not isinstance(x, Tensor)]:
+            leaf, value = odd[0]
+            raise ValueError(f"recipe {recipe.name}: its {part} {leaf!r} is {_kind(value)}; make it a tensor")
+
+
+def check_made(recipe: Recipe, made: Any) -> tuple[Tree, Tree]:
+    """Returns what `init` has made if it is a pair.
+
+    Raises:
+      ValueError: tells what it is instead.
+    """
+    if not isinstance(made, tuple) or len(made) != 2:
+        raise _broken(recipe, "init", _kind(made), "(parameters, buffers)")
+    return made
+
+
+def _check_dicts(recipe: Recipe, values: Tree) -> None:
+    """Refuses dicts without entries, which the compiler cannot flatten: a recipe must not fail on a GPU alone."""
+    if isinstance(values, dict):
+        if not values:
+            raise _broken(recipe, "init", "an empty dict", "() where there is nothing")
+        values = list(values.values())
+    for entry in values if isinstance(values, list | tuple) else ():
+        _check_dicts(recipe, entry)
+
+
 def _check_validation(recipe: Recipe, params: Tree, buffers: Tree, batch_size: int) -> None:
     batch = next(iter(recipe.batches(recipe.validation, batch_size)), None)
     if batch is None:
         raise _broken(recipe, "batches", "no batch", "every held-out item once")
     _check_count(recipe, batch)
+    if not any(int(recipe.count(held)) for held in recipe.batches(recipe.validation, batch_size)):
+        raise ValueError(f"recipe {recipe.name}: no held-out item is valid; give it more validation data")
     sums = recipe.validate(params, buffers, batch)
     if "loss" not in sums:
         raise _broken(recipe, "validate", f"sums of {', '.join(sums) or 'nothing'}", "'loss' among them")

@@ -13,12 +13,13 @@ import torch
 
 from functional_sl import capture, data, keys, tree, wire
 from functional_sl.parallel import collectives, watchdog
-from functional_sl.parallel.errors import LostRank, RankError
+from functional_sl.parallel.errors import RankError
 from functional_sl.parallel.likeness import check_alike
 from functional_sl.parallel.watchdog import Watchdog
-from functional_sl.parallel.world import World, broadcast, divert_output, gather, guard, world
+from functional_sl.parallel.world import World, broadcast, gather, guard, world
 from functional_sl.recipe import Recipe
-from functional_sl.run import board, cli, files, identity, resuming, runlog, snapshot
+from functional_sl.run import board, cli, files, folders, identity, resuming, runlog, snapshot
+from functional_sl.run.command import as_usage_error
 from functional_sl.training import admission, generators, recovery, reporting, update
 from functional_sl.training.config import MAY_CHANGE, TrainConfig
 from functional_sl.training.recovery import Identity
@@ -73,7 +74,7 @@ def open_run(asked: Request) -> Iterator[Run]:
     """
     config = asked.config
     with contextlib.ExitStack() as stack:
-        with _as_usage_error(ValueError, runlog.RunError, snapshot.SnapshotError, RankError):
+        with as_usage_error(ValueError, runlog.RunError, snapshot.SnapshotError, RankError):
             _check_device(config.device)
             here = stack.enter_context(world(config.device, _COLLECTIVE_TIMEOUTS * config.timeout_s))
             dog = stack.enter_context(Watchdog(here, config.timeout_s))
@@ -103,14 +104,14 @@ def _open(asked: Request, here: World, dog: Watchdog) -> Run:
         kept = stored(config, asked.task)
     check_alike(here, _settings(kept, state, start, fitting), "the ranks were started unlike")
     with guard(here, "opening the run's folder"):
-        log = _open_log(config, kept, recipe, start) if here.rank == 0 else None
+        log = _open_log(asked, config, kept, recipe, start) if here.rank == 0 else None
         if log is not None:
             _write_schema(log.run_dir, recipe)
     place = broadcast(here, None if log is None else [str(log.run_dir), log.run_id])
     run_dir, run_id = Path(place[0]), place[1]
     with guard(here, "opening the rank's log"):
         if log is None:
-            _enter(run_dir, run_id, here.rank)
+            folders.enter(run_dir, run_id, here.rank)
     written = log is not None and config.tensorboard
     events = board.Board(run_dir / "tensorboard" if written else None, start.updates if start.source else None)
     advance = _advance(training.update, recipe, config, here)
@@ -121,6 +122,7 @@ def _build(asked: Request, config: TrainConfig, here: World) -> tuple[Recipe, st
     """Returns the recipe with its data on the device, and the digest of the data."""
     generators.seed(_stream(config, update.HOST, here.rank))
     recipe = asked.builder.build(asked.task)
+    admission.check_built(recipe, str(config.recipe))
     if not recipe.captured and config.compile == "true":
         raise cli.UsageError(f"--compile=true: recipe {recipe.name} draws on the host and cannot be compiled")
     digest = data.digest((recipe.data, recipe.validation))
@@ -132,7 +134,8 @@ def _build(asked: Request, config: TrainConfig, here: World) -> tuple[Recipe, st
 
 
 def _init(recipe: Recipe, training: update.Training, config: TrainConfig, here: World) -> TrainState:
-    params, buffers = tree.to(recipe.init(keys.fold_in(keys.key(config.seed), update.INIT)), here.device)
+    made = recipe.init(keys.fold_in(keys.key(config.seed), update.INIT))
+    params, buffers = tree.to(admission.check_made(recipe, made), here.device)
     key = _stream(config, update.ADMISSION, here.rank).to(here.device)
     with torch.no_grad(), generators.preserved(here.device):
         names = admission.check(recipe, params, buffers, config.batch_size, key)
@@ -204,14 +207,14 @@ def _settings(kept: dict[str, Any], state: TrainState, start: Start, fitting: Id
     return {name: str(value) for name, value in (kept | identity.versions() | about).items()}
 
 
-def _open_log(config: TrainConfig, kept: dict[str, Any], recipe: Recipe, start: Start) -> runlog.RunLog:
+def _open_log(asked: Request, config: TrainConfig, kept: dict[str, Any], recipe: Recipe, start: Start) -> runlog.RunLog:
     if start.source is not None:
         run_dir = resuming.home(start.source)
-        log = runlog.reopen(run_dir, kept, start.updates, may_change=MAY_CHANGE)
+        log = runlog.reopen(run_dir, kept, start.updates, may_change=MAY_CHANGE | asked.builder.places)
         snapshot.set_aside(log.run_dir, start.updates, log.run_id)
         return log
     if config.run_dir:
-        _check_vacant(Path(config.run_dir).expanduser())
+        folders.check_vacant(Path(config.run_dir).expanduser(), _OWN_FILES)
     where = {"run_dir": config.run_dir} if config.run_dir else {"base_dir": resuming.RUNS}
     return runlog.create(kept, (recipe.name, f"seed{config.seed}"), **where)
 
@@ -221,24 +224,6 @@ def _write_schema(run_dir: Path, recipe: Recipe) -> None:
     text = json.dumps(dict(recipe.schema), indent=1, allow_nan=False)
     with reporting.writing(run_dir / "schema.json"):
         files.write_whole(run_dir / "schema.json", text.encode() + b"\n")
-
-
-def _check_vacant(run_dir: Path) -> None:
-    # The log refuses a run's folder; these names would be overwritten or mixed with what is there.
-    taken = [name for name in _OWN_FILES if (run_dir / name).exists()]
-    if taken and not (run_dir / "run.json").exists():
-        raise cli.UsageError(f"--run_dir={run_dir}: holds {', '.join(taken)} of something else; choose another folder")
-
-
-def _enter(run_dir: Path, run_id: str, rank: int) -> None:
-    """Makes the run's folder the home of a rank that does not write the run."""
-    try:
-        found = runlog.describe(run_dir)["run_id"]
-    except runlog.RunError as error:
-        raise runlog.RunError(f"{error}; all ranks need one file system: give --run_dir on it") from error
-    if found != run_id:
-        raise runlog.RunError(f"{run_dir}: holds run {found} here, not {run_id}; give --run_dir on one file system")
-    divert_output(run_dir / "ranks" / f"rank{rank}.log")
 
 
 def _advance(step: Callable, recipe: Recipe, config: TrainConfig, here: World) -> capture.Captured | capture.Eager:
@@ -257,14 +242,3 @@ def _advance(step: Callable, recipe: Recipe, config: TrainConfig, here: World) -
 def _check_device(name: str) -> None:
     if name == "cuda" and not torch.cuda.is_available():
         raise cli.UsageError("--device=cuda: torch sees no CUDA device; use --device=cpu or a CUDA build of torch")
-
-
-@contextlib.contextmanager
-def _as_usage_error(*kinds: type[Exception]) -> Iterator[None]:
-    """Turns errors of these kinds, but not the loss of a rank, into a `UsageError`."""
-    try:
-        yield
-    except (cli.UsageError, LostRank):
-        raise
-    except kinds as error:
-        raise cli.UsageError(str(error)) from error

@@ -17,10 +17,8 @@ likes, while the others wait.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
-import io
 import itertools
 from collections.abc import Mapping
 from pathlib import Path
@@ -41,7 +39,6 @@ from functional_sl.training.update import Own, TrainState
 from functional_sl.tree import Tree
 
 _METRICS = "metrics.jsonl"
-_LONGEST_LINE = 1 << 20
 _SHARED, _PER_RANK = ("params", "optimizer"), ("buffers", "control")
 
 
@@ -219,20 +216,14 @@ def _trees(content: bytes, like: Tree) -> Tree:
 
 
 def _position(run_dir: Path) -> dict[str, Any]:
-    """Returns where the metrics end: their length in bytes, and the digest of their last line."""
+    """Returns where the metrics end: their length in bytes, and the digest of all of them."""
+    content = _metrics(run_dir)
+    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def _metrics(run_dir: Path) -> bytes:
     path = run_dir / _METRICS
-    size = path.stat().st_size if path.exists() else 0
-    return {"bytes": size, "sha256": hashlib.sha256(_last_line(path, size)).hexdigest()}
-
-
-def _last_line(path: Path, end: int) -> bytes:
-    """Returns the line that ends at a byte, or as much of it as a mebibyte holds."""
-    if not end:
-        return b""
-    with path.open("rb") as file:
-        file.seek(max(0, end - _LONGEST_LINE))
-        data = file.read(min(end, _LONGEST_LINE))
-    return data[data.rfind(b"\n", 0, len(data) - 1) + 1 :]
+    return path.read_bytes() if path.exists() else b""
 
 
 def _check_history(run_dir: Path, position: Mapping[str, Any]) -> None:
@@ -240,19 +231,18 @@ def _check_history(run_dir: Path, position: Mapping[str, Any]) -> None:
 
     What followed is superseded by the resume, and a last line that a killed process left torn is moved away.
     """
-    path, end = run_dir / _METRICS, position["bytes"]
-    size = path.stat().st_size if path.exists() else 0
-    if size < end:
-        raise UsageError(f"{path}: {size} bytes, but the snapshot was written after {end}; restore it from a copy")
-    if hashlib.sha256(_last_line(path, end)).hexdigest() != position["sha256"]:
-        raise UsageError(f"{path}: byte {end} does not end the line with which the snapshot was written; restore it")
-    with path.open("rb") if end else contextlib.nullcontext(io.BytesIO()) as file:
-        lines = file.read(end).split(b"\n")[:-1]
-    for number, line in enumerate(lines, 1):
+    path, end, content = run_dir / _METRICS, position["bytes"], _metrics(run_dir)
+    if len(content) < end:
+        raise UsageError(
+            f"{path}: {len(content)} bytes, but the snapshot was written after {end}; restore it from a copy"
+        )
+    for number, line in enumerate(content[:end].split(b"\n")[:-1], 1):
         try:
             identity.parse(line)
         except ValueError as error:
             raise UsageError(f"{path} line {number}: invalid ({error}); restore it from a copy") from error
+    if hashlib.sha256(content[:end]).hexdigest() != position["sha256"]:
+        raise UsageError(f"{path}: its first {end} bytes are not those when the snapshot was written; restore it")
     attempts = len(runlog.describe(run_dir)["attempts"])
     ahead = [record["host"]["attempt"] for record in runlog.read(run_dir) if record["host"]["attempt"] >= attempts]
     if ahead:

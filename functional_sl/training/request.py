@@ -122,7 +122,7 @@ def _resumed(values: Mapping[str, Any], given: frozenset[str], source: Path) -> 
     kind = combined(builder, kept["size"])
     changes = {name: values[name] for name in given if name not in UNSTORED}
     old, new = cli.from_dict(kind, kept), cli.from_dict(kind, {**kept, **changes})
-    refused = [name for name in cli.differing(old, new) if name not in MAY_CHANGE]
+    refused = [name for name in cli.differing(old, new) if name not in MAY_CHANGE | builder.places]
     if refused:
         shown = ", ".join(f"{name} {getattr(old, name)} -> {getattr(new, name)}" for name in refused)
         raise UsageError(f"a resumed run keeps its settings ({shown}); start a new run with --init_from={source}")

@@ -22,7 +22,8 @@ def _tiny():
 
 def old_run(folder) -> None:
     """Makes a run that has taken almost 2**31 environment steps, with 2**24 updates."""
-    config = tiny_runs.config(folder, env_steps=STEPS + 26, log_every=2, eval_every=2**40, snapshot_every=10)
+    sizes = {"env_steps": STEPS + 26, "log_every": 2, "eval_every": 2**40, "snapshot_every": 10}
+    config = tiny_runs.config(folder, **sizes, compile="false")
     with opening.open_run(config) as run:
         (state,) = run.states
         for _ in range(8):

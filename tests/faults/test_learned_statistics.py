@@ -104,7 +104,9 @@ def test_the_goal_depends_on_no_call_before_it():
     state, goals = loop.learn(state, 0), []
     with pytest.MonkeyPatch.context() as patch:
         original = Losses.critic_goal
-        patch.setattr(Losses, "critic_goal", lambda *a: goals.append(original(*a)) or goals.append(original(*a)) or goals[0])
+        patch.setattr(
+            Losses, "critic_goal", lambda *a: goals.append(original(*a)) or goals.append(original(*a)) or goals[0]
+        )
         before = tree.clone(state)
         loop.learn(state, 1)
     assert_bits_equal(goals[0], goals[1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import shutil
@@ -31,7 +32,7 @@ def kept_time(**changes) -> tuple[list[int], list[int], int]:
     sizes = {"num_envs": 7, "learning_starts": 16, "env_steps": 4500}
     config = plan.settle(tiny_runs.config(**sizes | changes))
     steps = [config.num_envs * i for i in range(plan.vector_steps(config) + 1)]
-    due = {now: plan.due(config, before, now, now == steps[-1]) for before, now in zip(steps, steps[1:], strict=False)}
+    due = {now: plan.due(config, before, now, now == steps[-1]) for before, now in itertools.pairwise(steps)}
     evaluates, saves = ([now for now, what in due.items() if getattr(what, name)] for name in ("evaluate", "snapshot"))
     return evaluates, saves, steps[-1]
 

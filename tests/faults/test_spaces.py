@@ -1,4 +1,4 @@
-"""K3: what an environment hands over arrives as it was, from training to the exported policy; sizes of one are sizes."""
+"""K3: what an environment hands over arrives as it was, from training to the exported policy; one is a size."""
 
 from __future__ import annotations
 

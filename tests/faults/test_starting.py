@@ -79,7 +79,7 @@ def seen():
         "deterministic": torch.are_deterministic_algorithms_enabled(), "grad": torch.is_grad_enabled(),
         "generators": [torch.initial_seed(), str(random.getstate())[:99], str(numpy.random.get_state())[:99]],
         "handlers": [str(signal.getsignal(s)) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)],
-        "children": open(f"/proc/self/task/{{os.getpid()}}/children").read(), "backend": matplotlib.rcParams["figure.dpi"],
+        "children": open(f"/proc/self/task/{{os.getpid()}}/children").read(), "dpi": matplotlib.rcParams["figure.dpi"],
         "float32": torch.get_float32_matmul_precision(), "torch threads": torch.get_num_threads(),
     }}
 
@@ -87,7 +87,9 @@ def load():
     for name in {MODULES}:
         try:
             importlib.import_module(name)
-        except (ImportError, ValueError) as error:
+        except ModuleNotFoundError as error:
+            assert error.name.split(".")[0] not in ("functional_sl", "functional_sac"), (name, error)
+        except ValueError as error:
             assert "pip install" in str(error), (name, error)
 """
 
@@ -108,14 +110,10 @@ print(json.dumps([before, after, seen()]))
 def test_imports_have_no_effect_and_may_be_repeated(tmp_path):
     """As a notebook does: all modules, then all of them reloaded, then all of them imported anew."""
     before, after, again = json.loads(python(LOADED + AGAIN, tmp_path).stdout)
-    # Packages of others set what they need for themselves; the second import may add nothing.
-    ours = [name for name in after["flags"] if name not in before["flags"]]
-    assert ours == []
-    for name in set(before) - {"flags", "environment", "tasks", "threads"}:
-        assert before[name] == after[name] == again[name], name
-    assert after["threads"] == before["threads"]
-    assert after["tasks"] == again["tasks"]
+    # What packages of others set for themselves is there after the first import.
     assert after == again
+    for name in set(before) - {"environment", "tasks"}:
+        assert before[name] == after[name], name
 
 
 MISSING = {
@@ -129,7 +127,9 @@ def test_a_missing_extra_is_one_sentence_with_its_remedy(tmp_path, package):
     if package != "gymnasium":
         pytest.importorskip("gymnasium")
     call, remedy = MISSING[package]
-    code = f"import sys; sys.modules[{package!r}] = None\ntry:\n    {call}\nexcept ValueError as error:\n    print(error)"
+    code = (
+        f"import sys; sys.modules[{package!r}] = None\ntry:\n    {call}\nexcept ValueError as error:\n    print(error)"
+    )
     (line,) = python(code, tmp_path).stdout.splitlines()
     assert f"pip install '{remedy}'" in line
 

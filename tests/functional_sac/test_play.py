@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 
 import functional_sac
-from functional_sac import loop, play, playing, trained
+from functional_sac import envs, loop, play, playing, trained
 from functional_sac.evaluation import Result
 from functional_sac.play import Settings
 from functional_sl import keys
@@ -95,7 +95,7 @@ def test_latest_is_the_newest_run_with_a_snapshot(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(cli.UsageError, match=r"^latest: no run with such a snapshot under"):
+    with pytest.raises(cli.UsageError, match=r"^latest: no run with a valid snapshot under"):
         trained.find("latest")
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "good").symlink_to(finished)
@@ -121,10 +121,10 @@ def test_what_cannot_be_played_is_told_in_one_line(
     assert "ends in .gif or .mp4" in complaint(str(finished), "--video=film.avi")
     assert "its folder is not there" in complaint(str(finished), f"--video={tmp_path}/no/film.gif")
     env = tiny_runs.short_pendulum()
-    monkeypatch.setattr(trained.envs, "make", lambda task, sim: env._replace(render=None))
+    monkeypatch.setattr(envs, "make", lambda task, sim: env._replace(render=None))
     assert "cannot be drawn; leave --video out" in complaint(str(finished), f"--video={tmp_path}/film.gif")
     other = env._replace(spec=dataclasses.replace(env.spec, actor_dim=4))
-    monkeypatch.setattr(trained.envs, "make", lambda task, sim: other)
+    monkeypatch.setattr(envs, "make", lambda task, sim: other)
     assert "4 observations and 1 actions here, the policy 3 and 1" in complaint(str(finished))
     assert [*tmp_path.iterdir()] == []
 

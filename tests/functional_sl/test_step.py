@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from equal import assert_bits_equal
 from torch import Tensor, nn
 
-from functional_sl import optim, step, tree
+from functional_sl import capture, optim, step, tree
 from functional_sl.parallel.collectives import Collectives, simulated, single
 from functional_sl.step import Aux, Step, StepState, make_step
 
@@ -206,6 +206,25 @@ def test_project_is_applied_to_new_parameters_only() -> None:
     assert_bits_equal(done[1:], free[1:])
     closed, _, _ = projected.update(state, BAD["nan loss"](batch))
     assert_bits_equal(closed.params, state.params)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_loss_without_metrics_compiles(parts: int) -> None:
+    """The gradient of w . x is x, summed over the micro-batches."""
+
+    def dot(w: Tensor, stats: tuple, x: Tensor) -> tuple[Tensor, Aux]:
+        return (w * x).sum(), Aux(stats, {})
+
+    step = make_step(dot, optim.sgd(1.0), accumulation=parts)
+
+    def update(state: StepState, x: Tensor) -> tuple[StepState, dict[str, Tensor]]:
+        state, _, aux = step.update(state, x)
+        return state, aux.metrics
+
+    x = torch.arange(6.0) if parts == 1 else torch.arange(6.0).expand(2, 6)
+    state, metrics = capture.compiled(update, backend="aot_eager")(step.init(torch.zeros(6)), x)
+    assert metrics == {}
+    assert torch.equal(state.params, -parts * torch.arange(6.0))
 
 
 def test_a_bfloat16_wire_rounds_the_gradient_once() -> None:

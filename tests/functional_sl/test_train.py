@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny_recipes
 import tiny_training
@@ -139,6 +140,19 @@ def test_a_mistake_is_one_line(argv, message, capsys, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["config.yaml"]
 
 
+def test_what_is_no_run_cannot_go_on(capsys, tmp_path):
+    code, _, err = ended(capsys, f"--resume={tmp_path}")
+    assert (code, "holds no run" in err) == (2, True)
+    with pytest.raises(UsageError, match="functional_sl.train.resume goes on"):
+        train.run(TrainConfig(resume=str(tmp_path), updates=3))
+
+
+def test_a_run_without_settings_of_the_task_takes_those_of_the_size(tmp_path):
+    config = TrainConfig(recipe="tiny_recipes:line", size="wide", updates=1, run_dir=str(tmp_path), **tiny_training.TINY)
+    train.run(config)
+    assert tiny_training.manifest(tmp_path)["config"]["hidden"] == 16
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
 def test_a_cuda_config_without_a_device_is_one_line(capsys):
     Path("config.yaml").write_text("device: cuda\nrecipe: tiny_recipes:line\n")
@@ -203,6 +217,11 @@ def test_a_signal_ends_the_run_in_good_order(capsys, tmp_path, monkeypatch):
     assert tiny_training.steps(tmp_path / "run") == [5]
 
 
+def masked(rows: tiny_recipes.Rows, key: Tensor, size: int) -> tiny_recipes.Rows:
+    batch = data.uniform(rows, key, size)
+    return batch._replace(valid=torch.zeros_like(batch.valid))
+
+
 def bad(**parts: Any) -> Any:
     return lambda config: tiny_recipes.line(config)._replace(**parts)
 
@@ -217,7 +236,12 @@ def bad(**parts: Any) -> Any:
         ({"sample": lambda d, key, size: d}, UsageError, "sample gives leaf 'x' of shape"),
         ({"validate": lambda p, b, batch: {}}, UsageError, "validate gives sums of nothing"),
         ({"batches": lambda d, size: []}, UsageError, "batches gives no batch"),
-        ({"count": lambda batch: batch.valid.sum() * 0}, UpdateError, "update 1: no rank has drawn a valid item"),
+        ({"init": lambda key: torch.zeros(3)}, UsageError, r"init gives torch.float32 \(3,\)"),
+        ({"init": lambda key: ({"w": torch.zeros(3)}, {})}, UsageError, "init gives an empty dict"),
+        ({"data": {"x": np.zeros(3)}}, UsageError, "its data 'x' is ndarray"),
+        ({"validation": ()}, UsageError, "its validation is empty"),
+        ({"count": lambda batch: batch.valid.sum() * 0}, UsageError, "no held-out item is valid"),
+        ({"sample": masked}, UpdateError, "update 1: no rank has drawn a valid item"),
         (
             {"loss": lambda p, b, batch, key: (p.w1.sum() * float("nan"), Aux(b, {}))},
             UpdateError,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import pytest
@@ -9,9 +10,12 @@ import torch
 
 pytest.importorskip("mujoco")
 
-from functional_sac import envs
+from functional_sac import envs, presets
+from functional_sac.config import TrainConfig
+from functional_sac.cycle import make_learner
 from functional_sac.envs import robot as robots
 from functional_sac.envs.env import Env, EnvState, TimeStep, averages
+from functional_sac.iteration import make_iteration
 from functional_sac.tasks import joystick, tracking
 from functional_sac.tasks.settings import Settings
 from functional_sl import capture, keys, sim, tree
@@ -208,6 +212,32 @@ def test_a_push_is_seen_in_the_true_successor(trot: Env) -> None:
     assert float((velocities[0] - velocities[1]).norm()) == pytest.approx(float(gained[1].norm()), rel=1e-3)
 
 
+def test_worlds_beyond_a_capacity_are_counted() -> None:
+    """Bits 4 and 1 of the engine: contacts, and rows of constraints."""
+    simulator = sim.make(go2.robot(), threads=1)
+    bits = torch.tensor([4, 0, 1], dtype=torch.int32)
+    full = simulator._replace(step=lambda state, ctrl: simulator.step(state, ctrl)._replace(overflow=bits))
+    env = robots.build(joystick.make(simulator.model), full)
+    found = averages({name: float(x) for name, x in env.metrics(play(env, 2)[0]).items()}, {})
+    assert (found["over_contacts"], found["over_constraints"]) == (1 / 3, 1 / 3)
+    env.close()
+
+
+def test_it_can_be_trained(env: Env) -> None:
+    config = TrainConfig(**presets.SMALL | {"num_envs": 4, "learning_starts": 20, "batch_size": 16})
+    config = dataclasses.replace(config, lr_decay_updates=100, env_steps=200)
+    with torch.no_grad():
+        learner = make_learner(config, env.spec)
+        iteration = make_iteration(config, env, learner)
+        state = iteration.init(keys.key(0))
+        for i in range(15):
+            state = iteration.step(state, i < 5)
+            state = iteration.learn(state, i % learner.phases) if i >= 5 else state
+    assert (int(state.env_steps), int(state.episodes.count), int(state.refused)) == (60, 8, 0)
+    assert float(state.metrics["critic_loss"]) > 0
+    assert averages({name: float(x) for name, x in env.metrics(state.env).items()}, {})["episode/completed"] == 1.0
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -232,3 +262,19 @@ def test_the_pure_parts_compile(env: Env, backend: str) -> None:
         for x, y in zip(tree.leaves(a), tree.leaves(b), strict=True):
             torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-3)
     compiled.close()
+
+
+@pytest.mark.slow
+def test_both_simulators_agree(env: Env) -> None:
+    """Before the feet have met the floor often enough to tell the engines' roundings apart."""
+    pytest.importorskip("mujoco_warp")
+    robot = g1.robot()
+    simulator = sim.make(robot, "mjwarp", "cpu")
+    clip = MotionClip(torch.tensor(robot.default_qpos).repeat(FRAMES, 1), 50.0, "stand")
+    task = tracking.make(simulator.model, library.build([clip], robot, 50.0), mode="start")
+    warped = robots.build(task, simulator)
+    for a, b in zip(play(env, FRAMES + 2)[1], play(warped, FRAMES + 2)[1], strict=True):
+        assert torch.equal(a.truncated, b.truncated)
+        for x, y in zip(tree.leaves(a), tree.leaves(b), strict=True):
+            torch.testing.assert_close(x, y, rtol=5e-3, atol=5e-3)
+    warped.close()

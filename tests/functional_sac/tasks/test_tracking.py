@@ -11,9 +11,9 @@ pytest.importorskip("mujoco")
 
 from functional_sac.tasks import task as tasks
 from functional_sac.tasks import tracking
+from functional_sac.tasks.motions import JOINT_NOISE, POSE_NOISE, VELOCITY_NOISE, Own
 from functional_sac.tasks.sampling import Sampling
 from functional_sac.tasks.task import Outcome
-from functional_sac.tasks.tracking import JOINT_NOISE, POSE_NOISE, VELOCITY_NOISE, Own
 from functional_sl import keys
 from functional_sl.motions import library as libraries
 from functional_sl.motions.clip import MotionClip

@@ -9,18 +9,20 @@ from typing import Any
 
 import pytest
 import safetensors
+import tiny_training
 import torch
 from equal import assert_bits_equal
 from safetensors.torch import save_file
 from torch import Tensor
 
-from functional_sl import bundle, keys, optim, recipe, schedules, step, tree
+from functional_sl import bundle, export, keys, optim, recipe, schedules, step, tree
 from functional_sl.models import chunk_policy, mixture
 from functional_sl.models.chunk_policy import Architecture
 from functional_sl.models.mlp import Linear
 from functional_sl.recipe import Recipe
 from functional_sl.recipes import bc_state
 from functional_sl.recipes.bc_state import BCState
+from functional_sl.run.cli import UsageError
 from functional_sl.sources import episodes, windows
 from functional_sl.sources.demonstrations import generate
 from functional_sl.sources.episodes import Episodes, Feature, Schema
@@ -220,3 +222,28 @@ def test_a_cloned_policy_swings_the_pendulum_up(tmp_path: pathlib.Path) -> None:
     assert made.score({**found, "loss": 1.0}) == found["success"]
     made.draw(params, buffers, str(tmp_path))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["chunk_error.png", "torque.png"]
+
+
+def test_data_may_move_and_no_other_data_take_their_place(tmp_path: pathlib.Path, monkeypatch: Any) -> None:
+    """A relative path that no longer leads there is answered by one flag, for resuming and for exporting."""
+    for folder, offset in (("old", 0.0), ("new", 0.0), ("other", 1.0)):
+        (tmp_path / folder).mkdir()
+        episodes.write(tmp_path / folder / "d.safetensors", demonstrations(offset))
+    monkeypatch.chdir(tmp_path / "old")
+    run = tmp_path / "run"
+    fields = {**SMALL, "demonstrations": "d.safetensors", "updates": 2, "batch_size": 4, "validate_every": 1}
+    tiny_training.run(run, "functional_sl.recipes.bc_state:build", **fields)
+    monkeypatch.chdir(tmp_path)
+    other, moved = str(tmp_path / "other" / "d.safetensors"), str(tmp_path / "new" / "d.safetensors")
+    for place, message in ((None, "no such file of episodes"), (other, "schema is another one")):
+        changes = {"demonstrations": place} if place else {}
+        with pytest.raises(UsageError, match=message):
+            tiny_training.resume(run, updates=3, **changes)
+        with pytest.raises(ValueError, match=message):
+            export.export(run, tmp_path / "model", places=changes)
+    with pytest.raises(UsageError, match="has data at the settings demonstrations"):
+        export.export(run, tmp_path / "model", places={"chunk": "1"})
+    assert tiny_training.resume(run, updates=3, demonstrations=moved)["updates"] == 3
+    export.main([str(run), str(tmp_path / "model"), "--formats=safetensors"])
+    export.main([str(run / "snapshots" / "step_000000000002"), "old", f"--data=demonstrations={moved}"])
+    assert bundle.load(tmp_path / "old.safetensors").about["trained"]["updates"] == 2

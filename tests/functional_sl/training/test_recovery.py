@@ -214,6 +214,10 @@ def changed(run: Path) -> None:
     edit(run / "metrics.jsonl", lambda text: text.replace('"step": 6', '"step": 7'))
 
 
+def edited(run: Path) -> None:
+    edit(run / "metrics.jsonl", lambda text: text.replace('"samples": 8,', '"samples": 9,'))
+
+
 def broken(run: Path) -> None:
     edit(run / "metrics.jsonl", lambda text: text.replace('"step": 2,', '"step"; 2,'))
 
@@ -237,7 +241,8 @@ def repeated(run: Path) -> None:
     ("harm", "error", "pattern"),
     [
         (cut, UsageError, r"metrics.jsonl: \d+ bytes, but the snapshot was written after \d+"),
-        (changed, UsageError, "does not end the line"),
+        (changed, UsageError, "its first [0-9]+ bytes are not those"),
+        (edited, UsageError, "its first [0-9]+ bytes are not those"),
         (broken, UsageError, "line 2: invalid"),
         (foreign, UsageError, "is of run noisy-.* but lies in run another"),
         (ahead, UsageError, "ahead of its run, which knows no attempt 3"),

@@ -1,0 +1,31 @@
+"""A run begins in a folder of its own, and its other ranks find the same one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from functional_sl.run import folders, runlog
+from functional_sl.run.cli import UsageError
+from functional_sl.run.runlog import RunError
+
+
+def test_what_a_run_would_overwrite_is_named(tmp_path: Path) -> None:
+    names = ("loss.png", "tensorboard")
+    folders.check_vacant(tmp_path / "absent", names)
+    (tmp_path / "notes.txt").touch()
+    folders.check_vacant(tmp_path, names)
+    (tmp_path / "tensorboard").mkdir()
+    with pytest.raises(UsageError, match="holds tensorboard of something else"):
+        folders.check_vacant(tmp_path, names)
+    (tmp_path / "run.json").touch()
+    folders.check_vacant(tmp_path, names)
+
+
+def test_a_rank_that_sees_another_folder_is_told(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="all ranks need one file system"):
+        folders.enter(tmp_path, "a run", 1)
+    with runlog.create({}, ("mine",), run_dir=tmp_path) as log, pytest.raises(RunError, match=f"holds run {log.run_id}"):
+        folders.enter(tmp_path, "a run", 1)
+    assert not (tmp_path / "ranks").exists()
