@@ -76,6 +76,7 @@ SMALL: dict[str, object] = {
 ROBOT_SMALL: dict[str, object] = SMALL | {
     "actor_width": 64,
     "critic_width": 64,
+    "replay_capacity": 20_000,
     "num_envs": 16,
     "env_steps": 64_000,
     "eval_episodes": 8,

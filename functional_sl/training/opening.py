@@ -204,6 +204,8 @@ def _settings(kept: dict[str, Any], state: TrainState, start: Start, fitting: Id
         "the layout of the buffers": [(leaf.dtype, tuple(leaf.shape)) for leaf in tree.leaves(state.step.stats)],
         "the metrics": sorted(state.own.sums),
     }
+    if start.source is None:
+        about["the first buffers"] = tree.digest(state.step.stats)[:16]
     return {name: str(value) for name, value in (kept | identity.versions() | about).items()}
 
 

@@ -7,7 +7,8 @@ import math
 
 import pytest
 
-from functional_sac.config import SACConfig, TrainConfig
+from functional_sac.config import SACConfig, TrainConfig, task_settings
+from functional_sac.tasks.settings import Settings
 
 NUMBERS = [f.name for f in dataclasses.fields(SACConfig) if isinstance(f.default, float)]
 
@@ -75,11 +76,26 @@ def test_the_edges_pass(given: dict) -> None:
         ({"learning_starts": 0, "env_steps": 2047}, "batch_size=2048, env_steps=2047"),
         ({"n_step": 3, "num_envs": 1024, "env_steps": 102_000}, "n_step=3, num_envs=1024, env_steps=102000"),
         ({"resume": "a", "init_from": "b"}, "resume=a, init_from=b"),
+        ({"task": "g1_walk_flat", "num_seeds": 2}, "num_seeds=2, task=g1_walk_flat: .* one seed a process"),
+        ({"geometry": "cheap"}, "geometry=cheap, task=pendulum: only g1_motion_tracking, g1_walk_flat, go2_joystick"),
+        ({"task": "g1_walk_flat", "motion": "walk"}, "motion=walk, task=g1_walk_flat: only g1_motion_tracking can"),
+        ({"task": "g1_walk_flat", "sim": "mujoco", "sim_contacts": 9}, "sim_contacts=9, sim=mujoco: only --sim=mjwarp"),
+        ({"task": "g1_walk_flat", "sim": "mjwarp", "sim_threads": 2}, "sim_threads=2, sim=mjwarp: only --sim=mujoco"),
+        ({"task": "g1_walk_flat", "sim_threads": 0}, "sim_threads=0: must be positive"),
     ],
 )  # fmt: skip
 def test_the_run_names_what_it_refuses(given: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TrainConfig(**given)
+
+
+def test_every_setting_of_a_robot_task_has_a_flag() -> None:
+    """What no flag tells keeps the default of `Settings`."""
+    told = {"task_preset": "beyondmimic", "motion": "walk", "motion_sampling": "uniform", "robot_xml": "g1.xml"}
+    told |= {"geometry": "full", "sim_contacts": 9, "sim_constraints": 8, "sim_threads": 2}
+    found = task_settings(TrainConfig(task="g1_motion_tracking", **told))
+    assert list(dataclasses.asdict(found).values()) == [*told.values()]
+    assert task_settings(TrainConfig(task="g1_walk_flat")) == Settings()
 
 
 def test_a_config_is_a_frozen_value() -> None:

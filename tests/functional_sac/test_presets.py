@@ -6,8 +6,9 @@ import dataclasses
 
 import pytest
 
-from functional_sac import presets
+from functional_sac import presets, tasks
 from functional_sac.config import TrainConfig
+from functional_sl.run import cli
 
 
 @pytest.mark.parametrize("name", presets.PRESETS)
@@ -43,6 +44,61 @@ def test_unilab() -> None:
     assert not config.random_warmup
     assert config.reward_prior == "unilab"
     assert config.n_step == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [
+        (
+            "g1_tracking",
+            {"num_envs": 2048, "batch_size": 2048, "updates_per_step": 6, "gamma": 0.99, "learning_starts": 200_704,
+             "replay_capacity": 1_048_576, "env_steps": 51_200_000},
+        ),
+        (
+            "g1_walk",
+            {"num_envs": 4096, "batch_size": 2048, "updates_per_step": 8, "gamma": 0.97, "learning_starts": 200_704,
+             "replay_capacity": 1_048_576, "env_steps": 20_480_000},
+        ),
+        (
+            "go2_joystick",
+            {"num_envs": 1024, "batch_size": 2048, "updates_per_step": 2, "gamma": 0.97, "learning_starts": 51_200,
+             "replay_capacity": 4_194_304, "env_steps": 4_096_000},
+        ),
+    ],
+)  # fmt: skip
+def test_robot_tasks(name: str, published: dict) -> None:
+    """UniLab's settings, with 6 updates a cycle of tracking where its owner has 4."""
+    config = TrainConfig(**presets.PRESETS[name])
+    assert presets.TASK_PRESETS[config.task] == name
+    both = {"tau": 0.05, "compute_dtype": "bfloat16", "lr_decay_updates": 500_000, "critic_first": True}
+    both |= {"n_step": 1, "lr_peak": 3e-4, "lr_end": 1.5e-4, "snapshot_replay": False}
+    assert {key: getattr(config, key) for key in both | published} == both | published
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("", "small"),
+        ("--task=cartpole_swingup --device=cuda", "small"),
+        ("--task=g1_motion_tracking --sim=mjwarp", "g1_tracking"),
+        ("--task=g1_walk_flat --device=cuda", "g1_walk"),
+        ("--task=go2_joystick_flat --sim=mjwarp --device=auto", "go2_joystick"),
+        ("--task=g1_motion_tracking", "robot_small"),
+        ("--task=g1_motion_tracking --sim=mujoco", "robot_small"),
+        ("--task=g1_motion_tracking --sim=mjwarp --device=cpu", "robot_small"),
+        ("--task=g1_motion_tracking --sim=mjwarp --preset=small", "small"),
+    ],
+)
+def test_a_robot_task_brings_its_preset(line: str, expected: str) -> None:
+    choice = {"presets": presets.PRESETS, "default_preset": presets.default}
+    parsed = cli.parse(TrainConfig, [*line.split(), "--seed=3"], program="x", **choice)
+    flags = {name: getattr(parsed.config, name) for name in ("task", "sim", "device")}
+    assert parsed.config == TrainConfig(**presets.PRESETS[expected] | flags | {"seed": 3})
+    assert "gamma" not in parsed.given or expected == "small"
+
+
+def test_every_robot_task_has_a_preset() -> None:
+    assert presets.TASK_PRESETS.keys() == tasks.TASKS.keys()
 
 
 def test_the_default_preset_exists_and_is_small() -> None:

@@ -111,6 +111,17 @@ def test_every_held_out_item_counts_once(size, tmp_path):
     assert train.run(config, task)["validation"] == {"loss": 10.0, "count": 21}
 
 
+def test_a_record_is_the_mean_since_the_last_one(tmp_path):
+    """Batches of one size: every second record of pairs is the mean of two single ones, exactly in float64."""
+    found = {}
+    for every in (1, 2):
+        tiny_training.run(tmp_path / str(every), "my_tasks:ids", updates=4, batch_size=4, log_every=every)
+        found[every] = [record["train_loss"] for record in tiny_training.records(tmp_path / str(every))]
+    first, second, third, fourth = found[1]
+    assert found[2] == [(first + second) / 2, (third + fourth) / 2]
+    assert len(set(found[1])) > 1
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -143,13 +154,14 @@ def test_a_mistake_is_one_line(argv, message, capsys, tmp_path):
 def test_what_is_no_run_cannot_go_on(capsys, tmp_path):
     code, _, err = ended(capsys, f"--resume={tmp_path}")
     assert (code, "holds no run" in err) == (2, True)
-    with pytest.raises(UsageError, match="functional_sl.train.resume goes on"):
+    with pytest.raises(UsageError, match=r"functional_sl\.train\.resume goes on"):
         train.run(TrainConfig(resume=str(tmp_path), updates=3))
 
 
 def test_a_run_without_settings_of_the_task_takes_those_of_the_size(tmp_path):
-    config = TrainConfig(recipe="tiny_recipes:line", size="wide", updates=1, run_dir=str(tmp_path), **tiny_training.TINY)
-    train.run(config)
+    train.run(
+        TrainConfig(recipe="tiny_recipes:line", size="wide", updates=1, run_dir=str(tmp_path), **tiny_training.TINY)
+    )
     assert tiny_training.manifest(tmp_path)["config"]["hidden"] == 16
 
 

@@ -242,7 +242,7 @@ def test_data_may_move_and_no_other_data_take_their_place(tmp_path: pathlib.Path
         with pytest.raises(ValueError, match=message):
             export.export(run, tmp_path / "model", places=changes)
     with pytest.raises(UsageError, match="has data at the settings demonstrations"):
-        export.export(run, tmp_path / "model", places={"chunk": "1"})
+        export.export(run, tmp_path / "model", places={"data_seed": "1"})
     assert tiny_training.resume(run, updates=3, demonstrations=moved)["updates"] == 3
     export.main([str(run), str(tmp_path / "model"), "--formats=safetensors"])
     export.main([str(run / "snapshots" / "step_000000000002"), "old", f"--data=demonstrations={moved}"])

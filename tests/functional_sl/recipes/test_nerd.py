@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from ranks import run_ranks
 
 from functional_sl import bundle as bundles
-from functional_sl import keys, optim, recipe, schedules, tree
+from functional_sl import data, keys, optim, recipe, schedules, tree
 from functional_sl.models import nerd as model
 from functional_sl.models import transformer
 from functional_sl.models.articulation import CARTPOLE, ROBOTS
@@ -254,6 +255,23 @@ def test_data_are_kept_in_a_folder_and_read_again(tmp_path: Path, monkeypatch: p
         with pytest.raises(ValueError, match=r"training\.safetensors: 'drawn' is .* expected"):
             tiny(path=path, **fields)
     assert {file.name: file.read_bytes() for file in Path(path).iterdir()} == files
+
+
+def build_in(path: str) -> list[str]:
+    task = tiny(path=path)
+    return [data.digest(part) for part in (task.data, task.validation)]
+
+
+def test_ranks_that_share_an_empty_folder_agree(tmp_path: Path) -> None:
+    first, second = run_ranks(2, build_in, str(tmp_path / "data"))
+    assert first == second == build_in(str(tmp_path / "data"))
+    assert len(list((tmp_path / "data").iterdir())) == 3
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"file/data/training.safetensors: cannot write"):
+        tiny(path=str(tmp_path / "file" / "data"))
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,24 @@ def test_layers_override_in_order(tmp_path):
     assert parse() == cli.Parsed(Config(), frozenset(), None)
 
 
+def test_the_default_preset_may_follow_from_the_other_values(tmp_path, capsys):
+    file = tmp_path / "task.yaml"
+    file.write_text("task: walk\n")
+
+    def choose(values):
+        return "robot" if values.get("task") == "walk" else "small"
+
+    assert parse(default_preset=choose).config.num_envs == 2
+    for argv in (["--task=walk"], [f"--config={file}"]):
+        parsed = parse(*argv, "--lr=2", default_preset=choose)
+        assert (parsed.config.num_envs, parsed.config.dt, parsed.config.lr) == (4096, 0.01, 2.0)
+        assert parsed.given == {"task", "lr"}
+    assert parse("--preset=small", "--task=walk", default_preset=choose).config.num_envs == 2
+    with pytest.raises(SystemExit):
+        parse("--help", "--task=walk", default_preset=choose)
+    assert "Default: robot." in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("argv", "name", "value"),
     [

@@ -26,6 +26,6 @@ def test_what_a_run_would_overwrite_is_named(tmp_path: Path) -> None:
 def test_a_rank_that_sees_another_folder_is_told(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="all ranks need one file system"):
         folders.enter(tmp_path, "a run", 1)
-    with runlog.create({}, ("mine",), run_dir=tmp_path) as log, pytest.raises(RunError, match=f"holds run {log.run_id}"):
+    with runlog.create({}, ("mine",), run_dir=tmp_path), pytest.raises(RunError, match=r"holds run mine-.* here"):
         folders.enter(tmp_path, "a run", 1)
     assert not (tmp_path / "ranks").exists()

@@ -55,6 +55,16 @@ def unlike(config: tiny_recipes.Line) -> Recipe:
     return tiny_recipes.line(config)._replace(schema={"inputs": ["z"]})
 
 
+def other_buffers(config: tiny_recipes.Line) -> Recipe:
+    recipe = tiny_recipes.line(config)
+
+    def init(key: Tensor) -> Any:
+        params, moving = recipe.init(key)
+        return params, moving._replace(mean=moving.mean + 1)
+
+    return recipe._replace(init=init)
+
+
 def failing_validation(config: tiny_recipes.Line) -> Recipe:
     return tiny_recipes.line(config)._replace(evaluate=fall)
 
@@ -71,6 +81,7 @@ def full_disk(*arguments: Any, **keywords: Any) -> Any:
 FAULTS: dict[str, tuple[int, Callable[..., Recipe] | None, str, list[int]]] = {
     "admission": (1, raising, "building the recipe failed on 1 of 2 ranks: rank 1: OSError: the archive is gone", []),
     "schema": (1, unlike, "the ranks were started unlike: the recipe's schema (rank 0: ", []),
+    "buffers": (1, other_buffers, "the ranks were started unlike: the first buffers (rank 0: ", []),
     "sampling": (1, in_update_4("sample", fail), "rank 1 failed (RuntimeError: the motor is on fire)", [3]),
     "objective": (1, in_update_4("loss", fail), "rank 1 failed (RuntimeError: the motor is on fire)", [3]),
     "not finite": (1, in_update_4("loss", nan), "update 4 failed on 1 of 2 ranks: rank 1: UpdateError: the loss", [3]),

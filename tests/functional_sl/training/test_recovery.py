@@ -18,10 +18,9 @@ import torch
 from equal import assert_bits_equal
 from ranks import RanksFailed, run_ranks
 
-from functional_sl import tree
+from functional_sl import keys, tree
 from functional_sl.run import runlog
 from functional_sl.run.cli import UsageError
-from functional_sl.run.runlog import RunError
 from functional_sl.run.snapshot import SnapshotError
 from functional_sl.training import recovery, update
 
@@ -88,6 +87,16 @@ def test_a_resumed_run_equals_a_straight_one(straight, tmp_path, monkeypatch, at
     equal_runs(straight, tmp_path / "run")
     names = {name.partition("/")[0] for name in tiny_training.state(straight)}
     assert names == {"params", "optimizer", "buffers", "control"}
+
+
+def test_a_record_covers_updates_before_and_after_a_break(tmp_path, monkeypatch):
+    """That of update 10 is the mean over 7 to 10, with the snapshot of 8 between."""
+    changes = {"log_every": 5, "validate_every": 6}
+    tiny_training.run(tmp_path / "straight", **{**NOISY, **changes})
+    end(monkeypatch, tmp_path / "run", 9, **changes)
+    tiny_training.resume(tmp_path / "run")
+    equal_runs(tmp_path / "straight", tmp_path / "run")
+    assert [record["step"] for record in tiny_training.records(tmp_path / "run")] == [5, 6, 10, 12]
 
 
 def test_a_run_leaves_the_callers_generators_alone(tmp_path):
@@ -337,8 +346,18 @@ def test_best_and_latest(straight, tmp_path):
     notes = json.loads((run / "run.json").read_text())["attempts"]
     assert notes[-1]["resume_step"] == best
     assert summary["updates"] == 13
-    with pytest.raises(RunError, match="holds no run"):
+    with pytest.raises(UsageError, match="holds no run"):
         tiny_training.resume("latest", run_dir=str(tmp_path))
+
+
+def test_the_snapshot_resumed_from_stays(straight, tmp_path):
+    """That of update 2 has no score, so it is neither the newest one that is kept nor the best."""
+    run = shutil.copytree(straight, tmp_path / "run")
+    tiny_training.resume(tiny_training.snapshot(run, 2), keep_snapshots=1)
+    kept = tiny_training.steps(run)
+    assert kept[0] == 2
+    assert kept[-1] == 12
+    assert len(kept) <= 3
 
 
 def test_a_moved_run_goes_on(straight, tmp_path, monkeypatch):
@@ -358,4 +377,6 @@ def test_init_from_takes_parameters_and_buffers(straight, tmp_path):
     new, old = tiny_training.state(tmp_path / "run"), tiny_training.state(straight)
     for name in ("w1", "b1", "w2"):
         assert torch.equal(new[f"params/{name}"], old[f"params/{name}"])
+    # One update has moved the key of the dropout on.
+    assert torch.equal(new["buffers/key"], keys.split(old["buffers/key"])[1])
     assert int(new["optimizer/updates"]) == 1

@@ -199,6 +199,15 @@ def test_an_empty_update_moves_nothing_and_is_counted() -> None:
     assert [int(x) for x in (new.empty_at, new.own.nonfinite_at, new.updates, new.valid)] == [1, -1, 1, 0]
 
 
+def test_counts_are_exact_where_float32_is_not() -> None:
+    many = 2**24 + 1
+    recipe = weighing(3, 1.0)._replace(count=lambda batch: torch.tensor(many))
+    with contextlib.closing(Lockstep(2)) as lockstep, torch.no_grad():
+        ranks = [started(recipe, TrainConfig(batch_size=100), lockstep.collectives, i, ()) for i in range(2)]
+        states = lockstep.map(lambda rank: rank[0].update(rank[1], ())[0], ranks)
+    assert [(int(state.valid), int(state.own.items)) for state in states] == [(2 * many, many)] * 2
+
+
 def test_a_bad_number_is_counted_where_it_arose() -> None:
     config = TrainConfig(batch_size=100)
     with contextlib.closing(Lockstep(2)) as lockstep, torch.no_grad():
@@ -228,15 +237,21 @@ def test_a_loss_scale_looks_for_its_size() -> None:
     assert float(state.step.params) == -1.0  # 1 - 0.1 * 20
 
 
-def test_streams_differ_by_rank_and_update() -> None:
+def test_streams_differ_by_rank_update_and_micro_batch() -> None:
+    """Three starts of three updates: each has a key for its draw and one for the noise of each of two parts."""
     recipe = tiny_recipes.line(tiny_recipes.Line(rows=1000))
     seen = []
-    note = recipe._replace(sample=lambda data, key, size: seen.append(key.tolist()) or recipe.sample(data, key, size))
+
+    def noted(function: Any, place: int) -> Any:
+        return lambda *arguments: seen.append(tuple(arguments[place].tolist())) or function(*arguments)
+
+    note = recipe._replace(sample=noted(recipe.sample, 1), loss=noted(recipe.loss, 3))
     for seed, rank in ((0, 0), (0, 1), (1, 0)):
-        training, state = started(note, TrainConfig(batch_size=4, seed=seed), collectives.single(), rank)
+        config = TrainConfig(batch_size=4, seed=seed, accumulation=2)
+        training, state = started(note, config, collectives.single(), rank)
         for _ in range(3):
             state, _ = training.update(state, recipe.data)
-    assert len({tuple(key) for key in seen}) == 9
+    assert len(seen) == len(set(seen)) == 3 * 3 * 3
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("float16", marks=pytest.mark.slow)])
