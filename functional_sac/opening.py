@@ -276,7 +276,7 @@ def _iterate(
     # A float16 scaler and eager kernels run the same function uncaptured.
     suited = ranks.world.device.type == "cuda" and config.compile == "true" and config.compute_dtype != "float16"
     wanted = ranks.size == 1 or config.dp_whole_cycle_cuda_graph
-    region = functools.partial(capture.Captured, hooks=_hooks(ranks)) if suited and wanted else capture.Eager
+    region = functools.partial(capture.Captured if suited and wanted else capture.Eager, hooks=_hooks(ranks))
     if isinstance(env, HostEnv):
         act = functools.partial(over_seeds, iteration.act)
         halves = hosted.stages(lambda random: act(random=random), over_seeds(iteration.store), iteration.learn)

@@ -7,6 +7,7 @@ and collectives included: the host launches a whole training iteration at once.
 
 from __future__ import annotations
 
+import functools
 import types
 import warnings
 from collections.abc import Callable, Hashable
@@ -107,8 +108,8 @@ class Eager:
 
     captures = 0
 
-    def __init__(self, fn: Callable[..., tuple[tree.Tree, tree.Tree]]) -> None:
-        """Takes a function as `Captured` does."""
+    def __init__(self, fn: Callable[..., tuple[tree.Tree, tree.Tree]], hooks: Hooks | None = None) -> None:
+        """Takes a function as `Captured` does, and hooks that are never called: nothing is captured or replayed."""
         self._fn = fn
 
     def __call__(self, state: tree.Tree, *inputs: tree.Tree, **static: Hashable) -> tuple[tree.Tree, tree.Tree]:
@@ -149,7 +150,6 @@ class Captured:
         self._fn, self._hooks = fn, hooks or Hooks()
         self._state: tree.Tree = None
         self._graphs: dict[Hashable, _Graph] = {}
-        self._stream: torch.cuda.Stream | None = None
         self.captures = 0
 
     def __call__(self, state: tree.Tree, *inputs: tree.Tree, **static: Hashable) -> tuple[tree.Tree, tree.Tree]:
@@ -237,15 +237,15 @@ class Captured:
     def _record(
         self, inputs: tuple[tree.Tree, ...], static: dict[str, Hashable]
     ) -> tuple[torch.cuda.CUDAGraph, tree.Tree]:
-        self._stream = self._stream or torch.cuda.Stream()
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
+        stream = _side_stream(torch.cuda.current_device())
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
             for _ in range(self.WARM_UPS):
                 self._fn(self._state, *inputs, **static)
-        torch.cuda.current_stream().wait_stream(self._stream)
+        torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             new, outputs = self._fn(self._state, *inputs, **static)
             self._donate(new)
         return graph, outputs
@@ -262,6 +262,12 @@ class Captured:
                 raise ValueError(f"a new leaf is {_kind(source)}, the old one {_kind(target)}")
         if pairs:
             torch._foreach_copy_([target for target, _ in pairs], sources)
+
+
+@functools.cache
+def _side_stream(device: int) -> torch.cuda.Stream:
+    """Returns the stream of all captures on a device: cuBLAS keeps 32 MiB for every stream that it has seen."""
+    return torch.cuda.Stream(device)
 
 
 class _Graph(NamedTuple):

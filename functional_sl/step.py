@@ -107,7 +107,7 @@ def make_step(
         ok = gate.is_open(reduced)
         new = _apply(state, reduced[:-1], aux)
         selected = tree.where(ok, new, (state.params, state.stats, state.opt))
-        return StepState(*selected, gate.update(state.gate, ok)), ok, aux._replace(sentinel=own)
+        return StepState(*selected, gate.update(state.gate, ok)), ok, Aux(aux.stats, aux.metrics, own)
 
     def _apply(state: StepState, gradient: Tensor, aux: Aux) -> tuple[tree.Tree, tree.Tree, tree.Tree]:
         flat = _ravel(state.params)

@@ -97,7 +97,11 @@ def test_runs_in_one_process_leave_no_memory_behind(tmp_path, monkeypatch):
 
 def command(cwd: Path, *argv: str, rank: bool) -> subprocess.Popen:
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"] if rank else []
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+        "OMP_NUM_THREADS": "1",
+    }
     sizes = tiny_runs.flags(device="cuda", compile="true", tensorboard=False, run_dir="run")
     line = [sys.executable, *launch, "-m", "functional_sac.train", *sizes, *argv]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

@@ -102,7 +102,11 @@ def test_another_process_plays_the_policy_that_trained(tmp_path, monkeypatch):
     assert stats.mean[0] > 100
     alone = tmp_path / "elsewhere" / "step_000000000060"
     shutil.copytree(tmp_path / "run" / "snapshots" / alone.name, alone)
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)]), "OMP_NUM_THREADS": "1"}
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), str(tmp_path), os.environ.get("PYTHONPATH")))),
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, "-W", "error", "-c", PLAY, str(alone)]
     done = subprocess.run(command, cwd="/", env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -106,7 +106,7 @@ def single() -> Env:
         return physics._replace(t=t), t, torch.zeros_like(t, dtype=torch.bool)
 
     def reset(key: torch.Tensor) -> Count:
-        return Count(torch.zeros(len(key)), torch.zeros(len(key)))
+        return Count(*torch.zeros(2, len(key), device=key.device))
 
     spec = EnvSpec("one", actor_dim=1, critic_dim=0, action_dim=1, max_episode_steps=4, control_dt=0.1)
     assert inner.spec.action_dim == spec.action_dim

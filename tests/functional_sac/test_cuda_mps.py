@@ -98,7 +98,13 @@ def ended(process: subprocess.Popen) -> Iterator[subprocess.Popen]:
 def test_a_service_in_the_foreground_ends_with_a_signal(host):
     code = f"import tempfile; tempfile.tempdir = {str(host)!r}; from functional_sac import cuda_mps; cuda_mps.main()"
     argv = [sys.executable, "-c", code, "start", "--gpus=1", "--foreground"]
-    with ended(subprocess.Popen(argv, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE)) as process:
+    with ended(
+        subprocess.Popen(
+            argv,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))},
+            stdout=subprocess.PIPE,
+        )
+    ) as process:
         shown = json.loads(b"".join(iter(process.stdout.readline, b"}\n")) + b"}")
         assert (shown["name"], records.read(shown["name"]).state) == (UUIDS[1].lower(), "live")
         process.send_signal(signal.SIGTERM)

@@ -176,7 +176,7 @@ def launcher(rank: str, size: int) -> subprocess.Popen:
     """Returns a process that launches ranks which run this code."""
     run = f"launch.run([sys.executable, '-c', {rank!r}], {size}, 'launch')"
     code = f"import sys; from functional_sac import launch; sys.exit({run})"
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
     return subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE)
 
 
@@ -213,7 +213,11 @@ def test_ranks_stop_and_continue_with_their_launcher():
 
 def command(cwd: Path, *argv: str, act: Callable[[int], object] | None = None) -> tuple[int, dict, str]:
     """Returns the exit code, the last line and stderr of a training; `act` gets its process once it has a folder."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "0,1"}
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+        "CUDA_VISIBLE_DEVICES": "0,1",
+    }
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-m", "functional_sac.train", *argv], cwd=cwd, env=env, **pipes) as process:
         try:

@@ -183,7 +183,11 @@ def test_the_interval_covers_the_mean() -> None:
 def test_the_command_prints_a_table_and_films_without_a_display(finished: Path, tmp_path: Path) -> None:
     """A process of its own, in which nothing has been replaced: the whole pendulum."""
     root = Path(functional_sac.__file__).parent.parent
-    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH")))),
+        "OMP_NUM_THREADS": "1",
+    }
     environment.pop("DISPLAY", None)
     command = [sys.executable, "-m", "functional_sac.play", str(finished), "--episodes=3", "--video=film.gif"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path, env=environment)

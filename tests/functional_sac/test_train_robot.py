@@ -157,7 +157,12 @@ def test_two_processes_are_two_simulated_ranks(tmp_path: Path, motion: str) -> N
     """What a user starts with two visible devices, on the CPU."""
     changes = TRACKING | {"motion": motion, "eval_episodes": 0, "snapshot_replay": False}
     flags = tiny_runs.flags(run_dir="run", **changes)
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "0,1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    env = {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": "0,1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+    }
     command = [sys.executable, "-W", "error", "-m", "functional_sac.train", "--preset=official", *flags]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

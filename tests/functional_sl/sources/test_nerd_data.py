@@ -136,7 +136,7 @@ def test_files_hold_the_trajectories_and_their_conventions(tmp_path: object) -> 
     assert simulator == "analytic 1"
     about = episodes.read(path).schema.about
     assert (about["quaternion"], about["frame_dt"], about["substeps"]) == ("xyzw", 1 / 60, 5)
-    other_cases = [(DOUBLE_PENDULUM, drawn, "joints"), (CARTPOLE._replace(substeps=7), drawn, "substeps")]
+    other_cases = [(DOUBLE_PENDULUM, drawn, "bodies"), (CARTPOLE._replace(substeps=7), drawn, "substeps")]
     for robot, asked, wrong in [*other_cases, (CARTPOLE, {"seed": 4, "count": 5}, "drawn")]:
         with pytest.raises(ValueError, match=rf"cartpole\.safetensors: '{wrong}' is .*, expected"):
             nerd_data.read(path, robot, asked)
