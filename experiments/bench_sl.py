@@ -45,7 +45,7 @@ class Settings:
     batch_size: int = cli.option(64, "Windows of a rank; the paper's is 512.")
     agree: int = cli.option(20, "Updates whose losses are compared.")
     updates: int = cli.option(30, "Timed updates of each.")
-    tolerance: float = cli.option(1e-4, "Largest relative difference of a loss.")
+    tolerance: float = cli.option(5e-4, "Largest relative difference of a loss; a GPU adds in another order.")
     device: str = cli.option("auto", "Where both run.", choices=("auto", "cpu", "cuda"))
     compile: bool = cli.option(False, "Compile both: the whole update here, the module and its loss there.")
 
