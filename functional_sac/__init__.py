@@ -31,6 +31,7 @@ _MODULES = (
     "replay",
     "replaying",
     "reporting",
+    "restoring",
     "reward_scale",
     "tasks",
     "train",

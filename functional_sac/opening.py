@@ -12,11 +12,10 @@ import functools
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 
-from functional_sac import environment, hosted, plan, replicas
+from functional_sac import environment, hosted, plan, replicas, restoring
 from functional_sac.config import TrainConfig
 from functional_sac.cycle import Learner, make_learner
 from functional_sac.envs.env import Env
@@ -24,7 +23,7 @@ from functional_sac.envs.host import HostEnv
 from functional_sac.iteration import Iteration, TrainState, make_iteration
 from functional_sac.replicas import Replicas, States
 from functional_sac.request import MAY_CHANGE, Request, request, seeds, stored
-from functional_sac.updates import SACState
+from functional_sac.restoring import Start
 from functional_sl import capture, keys, tree, wire
 from functional_sl.parallel import watchdog
 from functional_sl.parallel.errors import RankError
@@ -34,22 +33,11 @@ from functional_sl.parallel.world import agree, broadcast, gather, guard, world
 from functional_sl.run import board, cli, folders, identity, resuming, runlog, snapshot
 from functional_sl.run.command import as_usage_error
 from functional_sl.run.manifest import Part
-from functional_sl.run.manifest import read as read_manifest
 
 COMPILED_UPDATES = 20_000
 # A rank may wait in a collective while another does what takes longer than an iteration; the watchdog ends a hang.
 _COLLECTIVE_TIMEOUTS = 2 * watchdog.BUSY_FACTOR
 _OWN_FILES = ("learning_curve.png", "policy.gif", "tensorboard")
-
-
-class Start(NamedTuple):
-    """Where a run begins, in host numbers."""
-
-    env_steps: int  # of one seed
-    updates: int
-    inserted: int  # vector steps in the replay
-    notes: tuple[str, ...] = ()  # for the user
-    snapshot_step: int | None = None  # the snapshot from which it was resumed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,9 +107,9 @@ def _open(asked: Request, ranks: Replicas, dog: Watchdog) -> Run:
         learner = make_learner(config, env.spec, ranks.collectives, _wrap(config))
         iteration = make_iteration(config, env, learner, ranks.collectives)
         fresh = _init(iteration, config, ranks)
-        states, start = _restore(fresh, config, ranks, source)
+        states, start = restoring.restore(fresh, config, ranks, source)
         if source is not None and isinstance(env, HostEnv):
-            states, start = _begin_anew(states, start, fresh, env, iteration, config)
+            states, start = restoring.begin_anew(states, start, fresh, env, iteration, config)
         states = tuple(_own(state) for state in states)
     check_alike(here, _settings(config, env, states, start), "the ranks were started unlike")
     replicas.check_equal(ranks, states, "at the start")
@@ -296,76 +284,6 @@ def _check_idling(env: Env | HostEnv, config: TrainConfig, ranks: Replicas) -> N
             f"--task={config.task}: a vector environment in mode NextStep takes steps of its own number in every rank "
             "and seed; give it autoreset_mode SAME_STEP or DISABLED, or train one rank and one seed"
         )
-
-
-def _begin_anew(
-    states: States, start: Start, fresh: States, env: HostEnv, iteration: Iteration, config: TrainConfig
-) -> tuple[States, Start]:
-    """Lets a resumed run go on with new episodes in the environments of the `fresh` states."""
-    pairs = [(s, *env.restart(new.env, s.env.key)) for s, new in zip(states, fresh, strict=True)]
-    restart = capture.mapped(iteration.restart) if config.num_seeds > 1 else iteration.restart
-    note = "the environments live on the host and are in no snapshot: all episodes begin anew"
-    return tuple(restart(*pair) for pair in pairs), start._replace(notes=(*start.notes, note))
-
-
-def _restore(states: States, config: TrainConfig, ranks: Replicas, source: Path | None) -> tuple[States, Start]:
-    if source is None:
-        taken = Path(config.init_from).expanduser() if config.init_from else None
-        return tuple(_init_from(state, taken) if taken else state for state in states), Start(0, 0, 0)
-    manifest = read_manifest(source)
-    _check_ranks(manifest["parts"], ranks.size, source)
-    has_replay = "replay.rank0" in manifest["parts"]
-    like = {"learner": replicas.learner_of(states[0])}
-    for rank, state in zip(ranks.here, states, strict=True):
-        like |= replicas.parts(state, rank, has_replay)
-    loaded, _ = snapshot.restore(source, like)
-    # Every rank gets buffers of its own.
-    states = tuple(
-        replicas.restored(state, rank, loaded | {"learner": tree.clone(loaded["learner"])})
-        for rank, state in zip(ranks.here, states, strict=True)
-    )
-    updates, inserted = (int(x.reshape(-1)[0]) for x in (states[0].sac.updates, states[0].replay.steps))
-    start = Start(manifest["step"], updates, inserted, snapshot_step=manifest["step"])
-    notes = [f"resumed from {source} at {start.env_steps} environment steps"]
-    if not has_replay:
-        notes.append(_refill_note(config, start.env_steps, ranks.size))
-    moved = [name for name in ("device", "threads", "compile") if getattr(config, name) != manifest["config"][name]]
-    if moved:
-        notes.append(
-            f"other {' and '.join(moved)} than before: from here on the bits may differ from an unbroken run's"
-        )
-    if config.env_steps != manifest["config"]["env_steps"]:
-        notes.append(f"env_steps is {config.env_steps} now; lr_decay_updates stays {config.lr_decay_updates}")
-    return states, start._replace(notes=tuple(notes))
-
-
-def _check_ranks(parts: dict[str, Any], size: int, source: Path) -> None:
-    if (saved := replicas.ranks_of([*parts])) != size:
-        raise cli.UsageError(
-            f"--resume={source}: is of {saved} ranks, but {size} have started; start torchrun with {saved} processes "
-            f"in all, or a new run with --init_from={source}"
-        )
-
-
-def _refill_note(config: TrainConfig, done: int, ranks: int) -> str:
-    together = config.num_envs * ranks
-    first = done + together * plan.next_learning_step(config)
-    if first >= config.env_steps + together:
-        raise cli.UsageError(
-            f"--env_steps={config.env_steps}: the snapshot holds no replay, and once it is filled anew, at {first} "
-            "environment steps, nothing would be left to learn; ask for more"
-        )
-    return f"the snapshot holds no replay: it is filled anew, and learning goes on at {first} environment steps"
-
-
-def _init_from(state: TrainState, path: Path) -> TrainState:
-    """Returns a fresh state with the networks, statistics and temperature of a snapshot."""
-    old: SACState = snapshot.restore(path, {"learner": replicas.learner_of(state)})[0]["learner"]
-    names = ("actor", "critic", "temperature")
-    taken = {
-        n: getattr(state.sac, n)._replace(params=getattr(old, n).params, stats=getattr(old, n).stats) for n in names
-    }
-    return state._replace(sac=state.sac._replace(target=old.target, **taken))
 
 
 def _open_log(config: TrainConfig, source: Path | None, start: Start) -> runlog.RunLog:

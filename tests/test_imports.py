@@ -70,7 +70,8 @@ SAC = {
     "evaluation": "acting envs networks",
     "reporting": "acting envs evaluation iteration reward_scale | run schedules",
     "request": "config | run",
-    "opening": "config cycle environment envs hosted iteration plan replicas request updates | "
+    "restoring": "config envs iteration plan replicas updates | capture run tree",
+    "opening": "config cycle environment envs hosted iteration plan replicas request restoring | "
     "capture keys parallel run tree wire",
     "replaying": "config envs opening plan replicas request | run tree",
     "loop": "config environment envs evaluation iteration opening plan reporting request | keys parallel run tree",
