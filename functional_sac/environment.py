@@ -41,7 +41,10 @@ def make(
     """
     sim = sim or config.sim
     if config.task not in tasks.TASKS:
-        return envs.make(config.task, sim)
+        try:
+            return envs.make(config.task, sim)
+        except ModuleNotFoundError as error:
+            raise cli.UsageError(str(error)) from error
     told = dataclasses.replace(task_settings(config), **settings)
     # MuJoCo's threads do not change its numbers.
     told = dataclasses.replace(told, threads=told.threads or _share_of_cores())

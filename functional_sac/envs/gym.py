@@ -20,8 +20,9 @@ try:
     import gymnasium
 
     from functional_sac.envs import sessions, spaces
-except ImportError as error:
-    raise ValueError(f"--sim=gym needs gymnasium ({error}): pip install 'functional-sac[mujoco]'") from error
+except ModuleNotFoundError as error:
+    remedy = f"--sim=gym needs gymnasium ({error}): pip install 'functional-sac[mujoco]'"
+    raise ModuleNotFoundError(remedy, name=error.name) from error
 
 # Without a time limit of its own, an episode that goes on for longer has no return in an evaluation.
 UNLIMITED = 10_000

@@ -132,9 +132,8 @@ def test_a_missing_extra_is_one_sentence_with_its_remedy(tmp_path, package):
     if package != "gymnasium":
         pytest.importorskip("gymnasium")
     call, remedy = MISSING[package]
-    code = (
-        f"import sys; sys.modules[{package!r}] = None\ntry:\n    {call}\nexcept ValueError as error:\n    print(error)"
-    )
+    caught = "except (ValueError, ModuleNotFoundError) as error:\n    print(error)"
+    code = f"import sys; sys.modules[{package!r}] = None\ntry:\n    {call}\n{caught}"
     (line,) = python(code, tmp_path).stdout.splitlines()
     assert f"pip install '{remedy}'" in line
 
