@@ -202,9 +202,7 @@ def action_bounds(env: Env | HostEnv) -> Bounds:
     """Returns the actions to which an environment maps -1 and 1: they themselves, or a gymnasium space's bounds."""
     if isinstance(env, Env):
         return Bounds(*(torch.full((env.spec.action_dim,), bound) for bound in (-1.0, 1.0)))
-    with env.opened(keys.key(0), 1) as (state, _):
-        space = env._of(state)[0]._actions
-    return Bounds(*(torch.tensor(x.reshape(-1), dtype=torch.float32) for x in (space.low, space.high)))
+    return Bounds(*(torch.tensor(bound, dtype=torch.float32) for bound in env.bounds))
 
 
 def _observations(trained: Trained) -> Tensor:
