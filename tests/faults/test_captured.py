@@ -95,15 +95,15 @@ def test_runs_in_one_process_leave_no_memory_behind(tmp_path, monkeypatch):
     assert_bits_equal(tiny_runs.state(tmp_path / "second"), tiny_runs.state(tmp_path / "first"))
 
 
-def command(cwd: Path, *argv: str, rank: bool) -> subprocess.Popen:
+def command(cwd: Path, *, rank: bool, **changes: int) -> subprocess.Popen:
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"] if rank else []
     env = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
         "OMP_NUM_THREADS": "1",
     }
-    sizes = tiny_runs.flags(device="cuda", compile="true", tensorboard=False, run_dir="run")
-    line = [sys.executable, *launch, "-m", "functional_sac.train", *sizes, *argv]
+    sizes = tiny_runs.flags(device="cuda", compile="true", tensorboard=False, run_dir="run", **changes)
+    line = [sys.executable, *launch, "-m", "functional_sac.train", *sizes]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(line, cwd=cwd, env=env, **pipes)
 
@@ -123,15 +123,15 @@ def test_a_process_ends_with_its_last_line(tmp_path, rank):
 
 def test_an_interrupt_among_replays_ends_the_process_in_good_order(tmp_path):
     metrics = tmp_path / "run" / "metrics.jsonl"
-    lengths = ["--env_steps=2000000", "--eval_every=2000000", "--snapshot_every=1000000", "--log_every=100"]
-    process = command(tmp_path, *lengths, rank=False)
-    try:
-        while not (metrics.exists() and metrics.read_bytes().count(b"\n") > 10):
-            assert process.poll() is None
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=20)
-    finally:
-        process.kill()
+    lengths = {"env_steps": 2_000_000, "eval_every": 2_000_000, "snapshot_every": 1_000_000, "log_every": 100}
+    with command(tmp_path, rank=False, **lengths) as process:
+        try:
+            while not (metrics.exists() and metrics.read_bytes().count(b"\n") > 10):
+                assert process.poll() is None, process.stderr.read()
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=20)
+        finally:
+            process.kill()
     assert process.returncode == 130, err
     assert json.loads(out)["stopped"] == "SIGINT"
     assert len(tiny_runs.steps(tmp_path / "run")) == 1
