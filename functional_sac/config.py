@@ -158,6 +158,11 @@ class TrainConfig(SACConfig):
     dp_whole_cycle_cuda_graph: bool = option(
         True, "On CUDA with several ranks, capture whole iterations as one graph, as one rank does."
     )
+    overlap: bool = option(
+        False,
+        "Learn while the environments step: updates draw from the replay as it was before that step, hence other "
+        "numbers; on CUDA both are branches of one graph.",
+    )
     threads: int = option(0, "CPU threads of torch; 0 takes one for small networks. Bits depend on it.")
     deterministic: bool = option(True, "Only deterministic kernels; one that is not is an error that names it.")
     task_preset: str | None = option(

@@ -12,10 +12,10 @@ their environments in one process.
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from functional_sac.replay import ReplayState
 from functional_sac.reward_scale import RewardScaleState
 from functional_sac.transition import Observation, Transition
 from functional_sac.updates import SACState
-from functional_sl import keys
+from functional_sl import capture, keys
 from functional_sl.parallel.collectives import Collectives, single
 
 RANK_STREAM = 0x4A4E  # apart from every stream that one rank draws from the seed
@@ -63,62 +63,40 @@ class TrainState(NamedTuple):
     metrics: dict[str, Tensor]  # () float32 each, the last value of every metric of the learner; NaN before the first
 
 
-class Iteration(NamedTuple):
-    """The functions of one run.
+@dataclasses.dataclass(frozen=True)
+class Iteration:
+    """The functions of one run, each pure but for the rows of the replay."""
 
-    Attributes:
-      init: `(key, rank=0) -> TrainState`; the key is the same on every rank. What all ranks share starts equal, and
-        environments, acting and sampling draw from keys of the rank's own.
-      step: `(state, random) -> state`, one vector step; actions are uniform if `random`, else the policy explores.
-      learn: `(state, phase) -> state`, one cycle.
-      act: `(state, random) -> (state, action [N, A])`, the part of a step before the environments.
-      store: `(state, action, environments' state, time step, present) -> state`, the part behind them; `present`
-        [N] bool tells where a step was taken at all.
-      restart: `(state, environments' state, observation) -> state`: goes on with new episodes.
-    """
+    config: TrainConfig
+    env: Env | HostEnv  # of this rank
+    learner: Learner  # built with the same collectives
+    across: Collectives  # how reward moments meet those of other ranks
 
-    init: Callable[..., TrainState]
-    step: Callable[[TrainState, bool], TrainState]
-    learn: Callable[[TrainState, int], TrainState]
-    act: Callable[[TrainState, bool], tuple[TrainState, Tensor]]
-    store: Callable[[TrainState, Tensor, NamedTuple, TimeStep, Tensor | None], TrainState]
-    restart: Callable[[TrainState, NamedTuple, Observation], TrainState]
+    def init(self, key: Tensor, rank: int = 0) -> TrainState:
+        """Returns a rank's first state.
 
-
-def make_iteration(
-    config: TrainConfig, env: Env | HostEnv, learner: Learner, collectives: Collectives | None = None
-) -> Iteration:
-    """Builds the iteration of a configuration, an environment and a learner.
-
-    Args:
-      config: the run.
-      env: of this rank.
-      learner: built with the same collectives.
-      collectives: how reward moments meet those of other ranks; one rank by default.
-    """
-    spec, num_envs, across = env.spec, config.num_envs, collectives or single()
-    columns = replay.fields(spec)
-    dtype = getattr(torch, config.compute_dtype)
-    prior = reward_prior(config)
-    scaled = functools.partial(reward_scale.update, old_count_eps=prior.old_count_eps, collectives=across)
-
-    def init(key: Tensor, rank: int = 0) -> TrainState:
-        device = key.device
+        Args:
+          key: the same on every rank. What all ranks share starts equal; environments, acting and sampling draw from
+            keys of the rank's own.
+          rank: of the state.
+        """
+        config, spec, device = self.config, self.env.spec, key.device
         learner_key, env_key, acting_key = keys.split(key, 3)
-        sac = learner.init(learner_key)
+        sac = self.learner.init(learner_key)
         if rank > 0:
             own = keys.fold_in(keys.fold_in(key, RANK_STREAM), rank)
             sampling_key, env_key, acting_key = keys.split(own, 3)
             sac = sac._replace(key=sampling_key.clone())
-        env_state, observation = env.init(env_key, num_envs)
+        env_state, observation = self.env.init(env_key, config.num_envs)
+        prior = reward_prior(config)
         return TrainState(
             sac=sac,
-            replay=replay.init(columns, config.replay_capacity, num_envs, config.n_step, device),
-            scale=reward_scale.init(num_envs, prior_count=prior.count, device=device),
-            noise=noise.init(num_envs, spec.action_dim, shared=not config.noise_per_env, device=device),
+            replay=replay.init(replay.fields(spec), config.replay_capacity, config.num_envs, config.n_step, device),
+            scale=reward_scale.init(config.num_envs, prior_count=prior.count, device=device),
+            noise=noise.init(config.num_envs, spec.action_dim, shared=not config.noise_per_env, device=device),
             env=env_state,
             observation=observation,
-            done=torch.zeros(num_envs, dtype=torch.bool, device=device),
+            done=torch.zeros(config.num_envs, dtype=torch.bool, device=device),
             key=acting_key.clone(),
             env_steps=torch.zeros((), dtype=torch.int64, device=device),
             refused=torch.zeros((), dtype=torch.int64, device=device),
@@ -127,43 +105,58 @@ def make_iteration(
                 returns=torch.zeros((), dtype=torch.float64, device=device),
                 lengths=torch.zeros((), dtype=torch.int64, device=device),
             ),
-            recorded=stacked({} if env.metrics is None else env.metrics(env_state)),
+            recorded=stacked({} if self.env.metrics is None else self.env.metrics(env_state)),
             metrics={name: torch.full((), math.nan, device=device) for name in METRICS},
         )
 
-    def act(state: TrainState, random: bool) -> tuple[TrainState, Tensor]:
+    def act(self, state: TrainState, random: bool) -> tuple[TrainState, Tensor]:
+        """Returns the state and the actions [N, A]: uniform if `random`, else the policy explores."""
+        config = self.config
         key, first, second = keys.split(state.key, 3)
         state = state._replace(key=key)
         if random:
-            return state, acting.uniform(first, num_envs, spec.action_dim)
+            return state, acting.uniform(first, config.num_envs, self.env.spec.action_dim)
         cdf = noise.zeta_cdf(config.noise_mu, config.noise_max_repeat, key.device)
         held = noise.update(state.noise, first, second, cdf, state.done if config.noise_per_env else None)
-        policy = state.sac.actor
+        policy, dtype = state.sac.actor, getattr(torch, config.compute_dtype)
         action = acting.explore(policy.params, policy.stats, state.observation.actor, held.noise, dtype)
         return state._replace(noise=held), action
 
     def store(
-        state: TrainState, action: Tensor, env_state: NamedTuple, step: TimeStep, present: Tensor | None = None
+        self, state: TrainState, action: Tensor, env_state: NamedTuple, step: TimeStep, present: Tensor | None = None
     ) -> TrainState:
+        """Returns the state after a step of the environments.
+
+        Args:
+          state: after `act`.
+          action: [N, A], as taken.
+          env_state: after the step.
+          step: what came of it.
+          present: [N] bool, where a step was taken at all; everywhere if left out.
+        """
+        gamma, eps = self.config.gamma, reward_prior(self.config).old_count_eps
         sound = finite(state.observation, step.reward) & finite(step.final_observation, step.reward)
         valid, refused = (sound, ~sound) if present is None else (sound & present, ~sound & present)
-        taken = num_envs if present is None else present.sum()
+        taken = self.config.num_envs if present is None else present.sum()
         done = (step.terminated | step.truncated) & valid
         transition = Transition(
             state.observation, action, step.reward, step.terminated, step.truncated, step.final_observation
         )
         return state._replace(
-            replay=replay.insert(state.replay, transition, columns, config.gamma, valid),
-            scale=scaled(state.scale, step.reward, done, config.gamma, valid=valid),
+            replay=replay.insert(state.replay, transition, replay.fields(self.env.spec), gamma, valid),
+            scale=reward_scale.update(
+                state.scale, step.reward, done, gamma, valid=valid, old_count_eps=eps, collectives=self.across
+            ),
             env=env_state,
             observation=step.observation,
             done=done | refused,
-            env_steps=state.env_steps + taken * across.size,
+            env_steps=state.env_steps + taken * self.across.size,
             refused=state.refused + refused.sum(),
             episodes=_count(state.episodes, step, done),
         )
 
-    def restart(state: TrainState, env_state: NamedTuple, observation: Observation) -> TrainState:
+    def restart(self, state: TrainState, env_state: NamedTuple, observation: Observation) -> TrainState:
+        """Returns the state that goes on with new episodes."""
         return state._replace(
             replay=replay.cut(state.replay),
             scale=state.scale._replace(returns=torch.zeros_like(state.scale.returns)),
@@ -172,15 +165,45 @@ def make_iteration(
             done=torch.ones_like(state.done),
         )
 
-    def step(state: TrainState, random: bool) -> TrainState:
-        state, action = act(state, random)
-        return store(state, action, *env.step(state.env, action))
+    def step(self, state: TrainState, random: bool) -> TrainState:
+        """Returns the state after one vector step."""
+        state, action = self.act(state, random)
+        return self.store(state, action, *self.env.step(state.env, action))
 
-    def learn(state: TrainState, phase: int) -> TrainState:
-        sac, metrics = learner.cycle(state.sac, state.replay, state.scale, phase)
+    def learn(self, state: TrainState, phase: int) -> TrainState:
+        """Returns the state after one cycle of updates."""
+        sac, metrics = self.learner.cycle(state.sac, state.replay, state.scale, phase)
         return state._replace(sac=sac, metrics=state.metrics | metrics)
 
-    return Iteration(init, step, learn, act, store, restart)
+
+def make_iteration(
+    config: TrainConfig, env: Env | HostEnv, learner: Learner, collectives: Collectives | None = None
+) -> Iteration:
+    """Returns the iteration of a configuration, an environment and a learner; on one rank by default."""
+    return Iteration(config, env, learner, collectives or single())
+
+
+Mapped = Callable[..., Callable[..., Any]]
+
+
+def overlapped(iteration: Iteration, mapped: Mapped, state: TrainState, random: bool, phase: int) -> TrainState:
+    """Returns the state after one vector step and one cycle, of which neither waits for the other.
+
+    The cycle draws from the replay and the reward scale as they were before the step. Its policy acts in the next
+    step, as after `step` and `learn`.
+
+    Args:
+      iteration: of a run whose environments are pure.
+      mapped: `(function, **static) -> function`, over seeds where there are several.
+      state: of the run.
+      random: see `Iteration.act`.
+      phase: of the cycle.
+    """
+    state, action = mapped(iteration.act, random=random)(state)
+    learned, stepped = capture.side_by_side(
+        lambda: iteration.learn(state, phase), lambda: mapped(iteration.env.step)(state.env, action)
+    )
+    return mapped(iteration.store)(learned, action, *stepped)
 
 
 def stacked(sums: Mapping[str, Tensor]) -> tuple[Tensor, ...]:

@@ -20,7 +20,7 @@ from functional_sac.config import TrainConfig
 from functional_sac.cycle import Learner, make_learner
 from functional_sac.envs.env import Env
 from functional_sac.envs.host import HostEnv
-from functional_sac.iteration import Iteration, TrainState, make_iteration
+from functional_sac.iteration import Iteration, TrainState, make_iteration, overlapped
 from functional_sac.replicas import Replicas, States
 from functional_sac.request import MAY_CHANGE, Request, request, seeds, stored
 from functional_sac.restoring import Start
@@ -258,6 +258,8 @@ def _iterate(
         return capture.mapped(bound) if config.num_seeds > 1 else bound
 
     def iterate(state: TrainState, random: bool, phase: int | None) -> tuple[TrainState, tuple[()]]:
+        if config.overlap and phase is not None:
+            return overlapped(iteration, over_seeds, state, random, phase), ()
         state = over_seeds(iteration.step, random=random)(state)
         return (state if phase is None else iteration.learn(state, phase)), ()
 

@@ -11,13 +11,14 @@ import functools
 import types
 import warnings
 from collections.abc import Callable, Hashable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from functional_sl import tree
 
+A, B = TypeVar("A"), TypeVar("B")
 Function = Callable[..., tuple[tree.Tree, dict[str, Tensor]]]  # (state, *inputs) -> (state, outputs)
 
 
@@ -83,6 +84,24 @@ def mapped(fn: Callable[..., tree.Tree]) -> Callable[..., tree.Tree]:
         return tree.unflatten(outputs, found)
 
     return call
+
+
+def side_by_side(first: Callable[[], A], second: Callable[[], B]) -> tuple[A, B]:
+    """Returns what two functions return that need nothing of each other.
+
+    On a GPU the first one's kernels are launched on a stream of their own, which in a capture makes two branches of
+    the graph. Both must hold all that they read until they return, and write nothing that the other one reads.
+    """
+    if not torch.cuda.is_available():
+        return first(), second()
+    here = torch.cuda.current_stream()
+    branch = _side_stream(here.device.index, "branch")
+    branch.wait_stream(here)
+    with torch.cuda.stream(branch):
+        one = first()
+    other = second()
+    here.wait_stream(branch)
+    return one, other
 
 
 class CaptureError(RuntimeError):
@@ -174,8 +193,9 @@ class Captured:
         if key not in self._graphs:
             self._graphs[key] = self._capture(inputs, static)
         graph = self._graphs[key]
-        for target, source, name in zip(graph.leaves, _check(graph.inputs, inputs), tree.names(inputs), strict=True):
+        for i, (target, source) in enumerate(zip(graph.leaves, _check(graph.inputs, inputs), strict=True)):
             if target.shape != source.shape or target.dtype != source.dtype or target.device != source.device:
+                name = tree.names(inputs)[i]
                 raise ValueError(f"input {name!r} is {_kind(source)}, captured for {_kind(target)}")
             target.copy_(source)
         self._hooks.before_replay()
@@ -209,6 +229,8 @@ class Captured:
     def _owns(self, state: tree.Tree) -> bool:
         if self._state is None:
             return False
+        if state is self._state:
+            return True
         mine, other = tree.leaves(self._state), tree.leaves(state)
         return len(mine) == len(other) and all(a is b for a, b in zip(mine, other, strict=True))
 
@@ -265,8 +287,8 @@ class Captured:
 
 
 @functools.cache
-def _side_stream(device: int) -> torch.cuda.Stream:
-    """Returns the stream of all captures on a device: cuBLAS keeps 32 MiB for every stream that it has seen."""
+def _side_stream(device: int, role: str = "capture") -> torch.cuda.Stream:
+    """Returns the one stream of a role on a device: cuBLAS keeps 32 MiB for every stream that it has seen."""
     return torch.cuda.Stream(device)
 
 

@@ -27,7 +27,7 @@ def test_runs_and_resumes_are_equal_bit_by_bit(tmp_path: Path, compile: str) -> 
     assert_bits_equal(tiny_runs.state(tmp_path / "broken"), straight)
 
 
-@pytest.mark.parametrize("changes", [{}, {"num_seeds": 2}, {"compute_dtype": "bfloat16", "n_step": 3}])
+@pytest.mark.parametrize("changes", [{}, {"num_seeds": 2}, {"compute_dtype": "bfloat16", "n_step": 3, "overlap": True}])
 def test_captured_iterations_are_the_compiled_ones_bit_by_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict
 ) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -172,6 +174,33 @@ def test_seeds_by_vmap_equal_single_runs() -> None:
     torch.testing.assert_close(stacked, tree.stack(singles), rtol=1e-4, atol=1e-4)
     starts = stacked.observation.actor[..., 1]
     assert len(set(starts.reshape(-1).tolist())) == 9
+
+
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_overlapped_learning_draws_from_the_replay_before_the_step(seeds: int) -> None:
+    """The same as learning first from the state in which the policy has acted already."""
+    config, loop = build(count(4, weight=1.0), learning_starts=0)
+
+    def mapped(fn: Callable, **static: bool) -> Callable:
+        bound = functools.partial(fn, **static)
+        return torch.func.vmap(bound) if seeds > 1 else bound
+
+    learn = mapped(loop.learn, phase=0)
+    state = loop.init(keys.key(0)) if seeds == 1 else tree.stack([loop.init(keys.key(i)) for i in range(seeds)])
+    for _ in range(9):
+        state = mapped(loop.step, random=True)(state)
+    acted, action = mapped(loop.act, random=False)(tree.clone(state))
+    stepped = mapped(loop.env.step)(acted.env, action)
+    expected = mapped(loop.store)(learn(acted), action, *stepped)
+    regions = loop if seeds == 1 else dataclasses.replace(loop, learner=loop.learner._replace(cycle=_cycle(loop)))
+    found = iteration.overlapped(regions, mapped, tree.clone(state), False, 0)
+    assert_bits_equal(found, expected)
+    late = learn(mapped(loop.step, random=False)(tree.clone(state)))
+    assert not tree.bits_equal(found.sac.critic.params, late.sac.critic.params)
+
+
+def _cycle(loop: Iteration) -> Callable:
+    return lambda *arguments: torch.func.vmap(loop.learner.cycle, (0, 0, 0, None))(*arguments)
 
 
 def test_env_steps_pass_two_to_the_31() -> None:
