@@ -14,33 +14,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from functional_sl import threefry
+
 Shape = Sequence[int]
-Word = int | Tensor
 
 _WORD = 0xFFFFFFFF
+_DIGITS = 52  # of a float64 fraction
 _INT32_MIN, _INT32_MAX = -(2**31), 2**31 - 1
-# Up to this many hashes Python's own integers are faster than numpy.
-_FEW = 4
-_PARITY = 0x1BD11BDA
-# A word times this stands twice in 64 bits, where a right shift rotates it; with the word used once in a round,
-# Inductor inlines a third of what the usual two shifts cost it.
-_TWICE = 2**32 + 1
-_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
-# numpy converts a Python operand anew at each call; 0-d arrays make the hash a fifth faster.
-_ROTATION_ARRAYS = tuple(
-    tuple((np.array(r, np.uint32), np.array(32 - r, np.uint32)) for r in rotations) for rotations in _ROTATIONS
-)
-# Giles, "Approximating the erfinv function", GPU Computing Gems (Jade edition), 2012; highest power first.
-_ERFINV_CENTRE = (2.81022636e-08, 3.43273939e-07, -3.5233877e-06, -4.39150654e-06, 0.00021858087)
-_ERFINV_CENTRE += (-0.00125372503, -0.00417768164, 0.246640727, 1.50140941)
-_ERFINV_TAIL = (-0.000200214257, 0.000100950558, 0.00134934322, -0.00367342844, 0.00573950773)
-_ERFINV_TAIL += (-0.0076224613, 0.00943887047, 1.00167406, 2.83297682)
 
 
 def key(seed: int, device: torch.device | str | None = None) -> Tensor:
@@ -76,7 +61,8 @@ def split(key: Tensor, num: int | Shape = 2) -> Tensor:
     Returns:
       [..., num, 2] int64.
     """
-    return _words(key, (num,) if isinstance(num, int) else num)
+    shape = (num,) if isinstance(num, int) else tuple(num)
+    return _drawn(key, shape, "words", (2,))
 
 
 def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
@@ -98,7 +84,7 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
         if not 0 <= data <= _WORD:
             raise ValueError(f"data must lie in [0, 2**32), got {data}: take it modulo 2**32 first")
         data = torch.full((), data, dtype=torch.int64, device=key.device)
-    return _hash(key, data & _WORD)
+    return threefry.hashed(key, data)
 
 
 def bits(key: Tensor, shape: Shape = ()) -> Tensor:
@@ -111,8 +97,7 @@ def bits(key: Tensor, shape: Shape = ()) -> Tensor:
     Returns:
       [..., *shape] int64 in [0, 2^32).
     """
-    high, low = _words(key, shape).unbind(-1)
-    return high ^ low
+    return _drawn(key, shape, "bits")
 
 
 def uniform(
@@ -141,8 +126,11 @@ def uniform(
     Raises:
       ValueError: for another dtype, numbers with `minval > maxval`, or a tensor that does not broadcast.
     """
-    integers, digits = _integers(key, shape, dtype)
-    fractions = integers.to(dtype) * 2.0**-digits
+    _check_dtype(dtype)
+    if dtype == torch.float64:
+        fractions = _integers(key, shape).to(dtype) * 2.0**-_DIGITS
+    else:
+        fractions = _drawn(key, shape, "fraction")
     if not isinstance(minval, Tensor) and not isinstance(maxval, Tensor):
         if minval > maxval:
             raise ValueError(f"uniform needs minval <= maxval, got {minval} and {maxval}")
@@ -166,10 +154,10 @@ def normal(key: Tensor, shape: Shape = (), dtype: torch.dtype = torch.float32) -
     Raises:
       ValueError: for another dtype.
     """
-    integers, digits = _integers(key, shape, dtype)
-    # Exact in `dtype`: the odd multiples of 2^-(digits + 1) in (-1, 1), at which jax too evaluates erfinv.
-    symmetric = (integers * 4 + (1 - 2 ** (digits + 1))).to(dtype) * 2.0 ** -(digits + 1)
-    return _erfinv(symmetric) * math.sqrt(2.0)
+    _check_dtype(dtype)
+    if dtype == torch.float32:
+        return _drawn(key, shape, "normal")
+    return torch.erfinv(threefry.symmetric(_integers(key, shape), _DIGITS, dtype)) * math.sqrt(2.0)
 
 
 def truncated_normal(
@@ -201,7 +189,8 @@ def truncated_normal(
     u = u.clamp(-largest, largest)
     number = np.float32 if dtype == torch.float32 else np.float64
     inside = (float(np.nextafter(number(x), number(to))) for x, to in ((lower, math.inf), (upper, -math.inf)))
-    return (_erfinv(u) * math.sqrt(2.0)).clamp(*inside)
+    inverse = torch.erfinv if dtype == torch.float64 else threefry.erfinv
+    return (inverse(u) * math.sqrt(2.0)).clamp(*inside)
 
 
 def exponential(key: Tensor, shape: Shape = (), dtype: torch.dtype = torch.float32) -> Tensor:
@@ -295,31 +284,10 @@ def permutation(key: Tensor, n: int) -> Tensor:
     return order
 
 
-def _integers(key: Tensor, shape: Shape, dtype: torch.dtype) -> tuple[Tensor, int]:
-    """Returns integers in [0, 2^digits) and `digits`, the fraction bits of `dtype`."""
-    if dtype == torch.float32:
-        return bits(key, shape) >> 9, 23
-    if dtype == torch.float64:
-        high, low = _words(key, shape).unbind(-1)
-        return (high << 20) | (low >> 12), 52
-    raise ValueError(f"dtype must be float32 or float64, got {dtype}: draw float32 and convert")
-
-
-def _erfinv(x: Tensor) -> Tensor:
-    if x.dtype == torch.float64:
-        return torch.erfinv(x)
-    w = -torch.log1p(-x * x)
-    centre, tail = _polynomial(_ERFINV_CENTRE, w - 2.5), _polynomial(_ERFINV_TAIL, torch.sqrt(w) - 3.0)
-    return torch.where(w < 5.0, centre, tail) * x
-
-
-def _polynomial(coefficients: Sequence[float], x: Tensor) -> Tensor:
-    # Adding 1 times a coefficient takes half as long as adding a number, of which torch makes a tensor first.
-    one = torch.ones_like(x)
-    result = torch.full_like(x, coefficients[0])
-    for coefficient in coefficients[1:]:
-        result = torch.add(result * x, one, alpha=coefficient)
-    return result
+def _integers(key: Tensor, shape: Shape) -> Tensor:
+    """Returns integers in [0, 2^52), the fractions of float64 numbers."""
+    high, low = _drawn(key, shape, "words", (2,)).unbind(-1)
+    return (high << 20) | (low >> 12)
 
 
 def _bound(function: str, value: float | Tensor, shape: Shape, dtype: torch.dtype) -> float | Tensor:
@@ -331,12 +299,16 @@ def _bound(function: str, value: float | Tensor, shape: Shape, dtype: torch.dtyp
     return value.to(dtype)
 
 
-def _words(key: Tensor, shape: Shape) -> Tensor:
-    """Returns the two hash words of every counter 0 .. size - 1 as [..., *shape, 2] int64."""
+def _drawn(key: Tensor, shape: Shape, form: threefry.Form, trailing: Shape = ()) -> Tensor:
+    """Returns the numbers of `threefry.draw` as [..., *shape, *trailing]."""
     _check_key(key)
     _check_shape(shape)
-    words = _hash(key.unsqueeze(-2), torch.arange(math.prod(shape), device=key.device))
-    return words.reshape(*key.shape[:-1], *shape, 2)
+    return threefry.draw(key, math.prod(shape), form).reshape((*key.shape[:-1], *shape, *trailing))
+
+
+def _check_dtype(dtype: torch.dtype) -> None:
+    if dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"dtype must be float32 or float64, got {dtype}: draw float32 and convert")
 
 
 def _check_key(key: Tensor) -> None:
@@ -350,92 +322,3 @@ def _check_key(key: Tensor) -> None:
 def _check_shape(shape: Shape) -> None:
     if any(size < 0 for size in shape) or math.prod(shape) > _WORD:
         raise ValueError(f"sizes must be at least 0 and their product below 2**32, got {tuple(shape)}")
-
-
-def _hash(key: Tensor, count: Tensor) -> Tensor:
-    """Returns threefry-2x32 of the block (0, count) under `key`.
-
-    Args:
-      key: [..., 2] int64.
-      count: int64 in [0, 2^32), broadcast against the key's leading axes.
-
-    Returns:
-      [..., 2] int64.
-    """
-    # A hash takes over a hundred torch operations: slow one by one on a CPU, and slow for Inductor to fuse.
-    # An exported program keeps the plain operations, since it must run without this package.
-    if key.device.type == "cpu" and not torch.compiler.is_exporting():
-        return torch.ops.functional_sl.threefry2x32(key, count)
-    return _hash_torch(key, count)
-
-
-def _hash_torch(key: Tensor, count: Tensor) -> Tensor:
-    return torch.stack(_rounds(*key.unbind(-1), count), -1)
-
-
-def _rounds(first: Word, second: Word, count: Word) -> tuple[Word, Word]:
-    schedule = (first, second, first ^ second ^ _PARITY)
-    left, right = first, (count + second) & _WORD
-    for group in range(5):
-        for rotation in _ROTATIONS[group % 2]:
-            left = (left + right) & _WORD
-            right = ((right * _TWICE >> (32 - rotation)) & _WORD) ^ left
-        left = (left + schedule[(group + 1) % 3]) & _WORD
-        right = (right + schedule[(group + 2) % 3] + (group + 1)) & _WORD
-    return left, right
-
-
-def _hash_cpu(key: Tensor, count: Tensor) -> Tensor:
-    first, second, counts = key[..., 0].numpy(), key[..., 1].numpy(), count.numpy()
-    blocks = np.broadcast(first, second, counts)
-    if blocks.size > _FEW:
-        return torch.from_numpy(_hash_numpy(first, second, counts, blocks.shape))
-    words = [_rounds(*map(int, block)) for block in blocks]
-    return torch.from_numpy(np.array(words, np.int64).reshape(*blocks.shape, 2))
-
-
-def _hash_numpy(first: np.ndarray, second: np.ndarray, count: np.ndarray, shape: Shape) -> np.ndarray:
-    """The same as `_rounds` in wrapping uint32 arithmetic, in place."""
-    first, second = first.astype(np.uint32), second.astype(np.uint32)
-    schedule = (first, second, first ^ second ^ np.uint32(_PARITY))
-    left, right, carry = np.empty(shape, np.uint32), np.empty(shape, np.uint32), np.empty(shape, np.uint32)
-    left[...] = first
-    np.add(count.astype(np.uint32), second, right)
-    for group in range(5):
-        for rotation, rest in _ROTATION_ARRAYS[group % 2]:
-            np.add(left, right, left)
-            np.right_shift(right, rest, carry)
-            np.left_shift(right, rotation, right)
-            np.bitwise_or(right, carry, right)
-            np.bitwise_xor(right, left, right)
-        np.add(left, schedule[(group + 1) % 3], left)
-        np.add(right, schedule[(group + 2) % 3], right)
-        np.add(right, group + 1, right)
-    result = np.empty((*shape, 2), np.int64)
-    result[..., 0], result[..., 1] = left, right
-    return result
-
-
-def _hash_fake(key: Tensor, count: Tensor) -> Tensor:
-    return key.new_empty((*torch.broadcast_shapes(key.shape[:-1], count.shape), 2))
-
-
-def _hash_vmap(info: Any, in_dims: tuple[int | None, int | None], key: Tensor, count: Tensor) -> tuple[Tensor, int]:
-    key_rank, count_rank = key.ndim - 1 - (in_dims[0] is not None), count.ndim - (in_dims[1] is not None)
-    rank = max(key_rank, count_rank)
-    key, count = _batch_first(key, in_dims[0], rank - key_rank), _batch_first(count, in_dims[1], rank - count_rank)
-    return torch.ops.functional_sl.threefry2x32(key, count), 0
-
-
-def _batch_first(x: Tensor, dim: int | None, missing: int) -> Tensor:
-    """Moves a vmapped axis to the front and puts `missing` axes of size one behind it, to broadcast as before."""
-    return x if dim is None else x.movedim(dim, 0)[(slice(None), *[None] * missing)]
-
-
-# torch.library.custom_op would say the same at three times the cost of a call. An operator can be registered once in a
-# process, while a module may be imported anew.
-if not hasattr(torch.ops.functional_sl, "threefry2x32"):
-    torch.library.define("functional_sl::threefry2x32", "(Tensor key, Tensor count) -> Tensor")
-    torch.library.impl("functional_sl::threefry2x32", "cpu", _hash_cpu)
-    torch.library.register_fake("functional_sl::threefry2x32", _hash_fake)
-    torch.library.register_vmap("functional_sl::threefry2x32", _hash_vmap)
