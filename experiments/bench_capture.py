@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from experiments import timing
 from experiments.bench_learner import SIZES, machine, setting
 from experiments.learner_agreement import as_transition, transitions
 from functional_sac import replay, reward_scale
@@ -46,8 +47,9 @@ class Settings:
     wires: str = cli.option("float32,bfloat16", "Types in which gradients travel, with several ranks or --group.")
     group: bool = cli.option(False, "Reduce over a process group on one rank too.")
     compile: bool = cli.option(True, "Compile the regions.")
+    fused: bool = cli.option(True, "Gradients as they are written out, instead of those of torch.func.grad.")
     cycles: int = cli.option(100, "Timed cycles of each.")
-    profile: bool = cli.option(False, "Print the kernels that take the longest.")
+    profile: int = cli.option(0, "Print so many of the kernels that take the longest.")
     json: str | None = cli.option(None, "File to which the results are appended, a line each.")
 
 
@@ -61,7 +63,7 @@ def build(settings: Settings, config: SACConfig, across: Collectives, rank: int)
     """Returns a state (learner, replay, reward scale) and its cycle over the ranks of `across`."""
     spec = setting(settings.size)[1]
     wrap = {"wrap": capture.compiled} if settings.compile else {}
-    learner = make_learner(config, spec, across, **wrap)
+    learner = make_learner(config, spec, across, fused=settings.fused, **wrap)
     columns = replay.fields(spec)
     empty = replay.init(columns, ROWS, ROWS, device="cuda")
     buffer = replay.insert(empty, as_transition(spec, transitions(spec, ROWS, "cuda")), columns, config.gamma)
@@ -86,30 +88,8 @@ def wire_bytes(config: SACConfig, state: SACState) -> int:
 
 def milliseconds(run: Callable[[], None], cycles: int) -> dict[str, float]:
     """Returns median, minimum and maximum of single cycles, by device events."""
-    times = []
-    for _ in range(cycles):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        run()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
+    times = timing.by_events(run, cycles)
     return {"median": statistics.median(times), "min": min(times), "max": max(times)}
-
-
-def kernels(run: Callable[[], None], show: bool) -> int:
-    """Returns the number of kernels that one cycle launches, and prints what they take if asked."""
-    activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
-        run()
-        torch.cuda.synchronize()
-    if show:
-        total: dict[str, list[float]] = {}
-        for event in profile.events():
-            total.setdefault(event.name, []).append(event.device_time)
-        for name, times in sorted(total.items(), key=lambda item: -sum(item[1]))[:40]:
-            print(f"{sum(times) / 1e3:8.3f} ms {len(times):5d} times {name[:100]}")
-    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
 
 
 @torch.no_grad()
@@ -142,7 +122,7 @@ def measure(settings: Settings, here: World, wire_dtype: str) -> dict[str, Any]:
     equal = tree.bits_equal(plain[0], owned[0])
     if here.data_group:
         check_equal(here, "the learner", tree.digest(owned[0]._replace(key=())))
-    launched = kernels(replay_graph, settings.profile and here.rank == 0)
+    launched = timing.kernels(replay_graph, torch.cuda.synchronize, settings.profile if here.rank == 0 else 0)
     captured.close()
     return {
         "wire": wire_dtype, "ms_per_cycle": worst(here, found), "equal": all(gather(here, equal)),

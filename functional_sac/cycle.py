@@ -66,6 +66,7 @@ def make_learner(
     spec: EnvSpec,
     collectives: Collectives | None = None,
     wrap: Callable[[Region], Region] = lambda region: region,
+    fused: bool = False,
 ) -> Learner:
     """Builds the learner of a configuration for a task.
 
@@ -75,15 +76,17 @@ def make_learner(
       collectives: how gradients, and after every cycle the batch-norm statistics, meet those of other ranks; one
         rank by default. Ranks that start from one state but their keys keep one state but their keys.
       wrap: applied to the regions of which the cycle is composed, each `(part, *inputs) -> (part, dict)`: the
-        sampling, the critics' update, the policy's update and, with several ranks, the averaging of statistics. It
-        may compile them or map them over seeds.
+        sampling, the critics' update, the policy's update, with several ranks the averaging of statistics, and the
+        means of metrics. It may compile them or map them over seeds.
+      fused: see `make_updates`; to be compiled, and not mapped.
     """
     across = collectives or single()
-    updates = make_updates(config, spec, across)
+    updates = make_updates(config, spec, across, fused)
     regions = _Regions(updates, across)
     cycle = _Cycle(
-        config, across.size, wrap(regions.sample), wrap(regions.policy), wrap(regions.critics), wrap(regions.average)
-    )
+        config, across.size, wrap(regions.sample), wrap(regions.policy), wrap(regions.critics), wrap(regions.average),
+        tuple(wrap(regions.summary) for _ in range(phases(config))),
+    )  # fmt: skip
 
     def update(
         state: SACState, batch: Transition, actor_noise: Tensor, critic_noise: Tensor, with_actor: bool
@@ -131,6 +134,14 @@ class _Regions:
     def average(self, stats: tuple[Stats, CriticStats]) -> tuple[tuple[Stats, CriticStats], Metrics]:
         return mean_over_ranks(self.across, stats), {}
 
+    def summary(self, updates: Tensor, history: list[Metrics]) -> tuple[Tensor, Metrics]:
+        names = sorted({name for metrics in history for name in metrics})
+        series = {name: [metrics[name] for metrics in history if name in metrics] for name in names}
+        means = {
+            name: values[0] if len(values) == 1 else torch.stack(values).mean(0) for name, values in series.items()
+        }
+        return updates, means
+
     def _batch(self, rows: Tensor, divisor: Tensor) -> Transition:
         batch = replay.unpack(rows, replay.fields(self.updates.spec))
         return batch._replace(reward=batch.reward / divisor)
@@ -146,6 +157,7 @@ class _Cycle:
     policy: Region
     critics: Region
     average: Region
+    summaries: tuple[Region, ...]  # of each phase
 
     def run(
         self, state: SACState, buffer: replay.ReplayState, scale: reward_scale.RewardScaleState, phase: int
@@ -156,7 +168,12 @@ class _Cycle:
             inputs = (drawn["rows"].select(-3, k), drawn["noise"].select(-3, k), drawn["divisor"])
             state, metrics = _update(self.config, self.policy, self.critics, state, inputs, inputs, acts)
             history.append(metrics)
-        return self._share_statistics(state) if self.ranks > 1 else state, _mean(history)
+        if self.ranks > 1:
+            state = self._share_statistics(state)
+        if len(history) == 1:
+            return state, history[0]
+        updates, means = self.summaries[phase](state.updates, history)
+        return state._replace(updates=updates), means
 
     def _share_statistics(self, state: SACState) -> SACState:
         (actor, critic), _ = self.average((state.actor.stats, state.critic.stats))
@@ -191,9 +208,3 @@ def _update(
         state, found = change(state)
         metrics |= found
     return state._replace(updates=state.updates + 1), metrics
-
-
-def _mean(history: list[Metrics]) -> Metrics:
-    names = sorted({name for metrics in history for name in metrics})
-    series = {name: [metrics[name] for metrics in history if name in metrics] for name in names}
-    return {name: values[0] if len(values) == 1 else torch.stack(values).mean(0) for name, values in series.items()}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,8 +14,13 @@ from functional_sac import acting
 from functional_sac.envs.env import Env, EnvState, averages, finite
 from functional_sac.envs.host import HostEnv
 from functional_sac.networks import Actor, Stats
+from functional_sac.transition import Observation
+from functional_sl import capture
 
 LOOK_EVERY = 25  # steps between two looks whether any episode is still running
+
+
+Act = Callable[[Tensor], Tensor]  # observations [E, O] -> actions [E, A]
 
 
 class Result(NamedTuple):
@@ -23,6 +29,15 @@ class Result(NamedTuple):
     returns: Tensor  # [E] float32, unscaled
     lengths: Tensor  # [E] int64
     terminated: Tensor  # [E] bool, the others reached the time limit
+
+
+class _Play(NamedTuple):
+    """Episodes that are being played."""
+
+    state: EnvState
+    observation: Observation
+    running: Tensor  # [E] bool
+    result: Result
 
 
 def evaluate(
@@ -48,26 +63,50 @@ def evaluate(
         terminated=torch.zeros(episodes, dtype=torch.bool, device=device),
     )
     running = torch.ones(episodes, dtype=torch.bool, device=device)
-    with env.opened(key, episodes, episodes=1) as (state, observation):
+
+    def advance(play: _Play) -> tuple[_Play, tuple[()]]:
+        state, step = env.step(play.state, acting.deterministic(params, stats, play.observation.actor, dtype))
+        seen = finite(step.final_observation, torch.zeros_like(step.reward))
+        broken = ~(seen & step.reward.isfinite())
+        ends, last = play.running & (step.terminated | step.truncated | broken), play.result
+        result = Result(
+            returns=torch.where(ends, torch.where(seen, step.episode_return, torch.nan), last.returns),
+            lengths=torch.where(ends, step.episode_length, last.lengths),
+            terminated=torch.where(ends, step.terminated, last.terminated),
+        )
+        return _Play(state, step.observation, play.running & ~ends, result), ()
+
+    with env.opened(key, episodes, episodes=1) as start, _region(env, advance, device) as region:
+        play = _Play(*start, torch.ones(episodes, dtype=torch.bool, device=device), result)
         for t in range(env.spec.max_episode_steps):
             # Looking at a device takes longer than a step of the host.
-            if t % LOOK_EVERY == 0 and not running.any():
+            if t % LOOK_EVERY == 0 and not play.running.any():
                 break
-            state, step = env.step(state, acting.deterministic(params, stats, observation.actor, dtype))
-            observation = step.observation
-            seen = finite(step.final_observation, torch.zeros_like(step.reward))
-            broken = ~(seen & step.reward.isfinite())
-            ends = running & (step.terminated | step.truncated | broken)
-            result = Result(
-                returns=torch.where(ends, torch.where(seen, step.episode_return, torch.nan), result.returns),
-                lengths=torch.where(ends, step.episode_length, result.lengths),
-                terminated=torch.where(ends, step.terminated, result.terminated),
-            )
-            running = running & ~ends
-    return result
+            play, _ = region(play)
+    return play.result
 
 
-def measures(env: Env, policy: Callable[[Tensor], Tensor], key: Tensor) -> list[dict[str, float]]:
+@contextlib.contextmanager
+def _region(
+    env: Env | HostEnv, fn: Callable[[Any], tuple[Any, Any]], device: torch.device
+) -> Iterator[capture.Captured | capture.Eager]:
+    """Yields a function of steps: one graph on a GPU, unless the environments live on the host."""
+    graph = isinstance(env, Env) and device.type == "cuda"
+    with contextlib.closing(capture.Captured(fn) if graph else capture.Eager(fn)) as region:
+        yield region
+
+
+def _steps(env: Env | HostEnv, policy: Act) -> Callable[[Any], tuple[Any, Tensor]]:
+    """Returns one step of one environment: (state, observation) -> (the same after it, [] whether an episode ended)."""
+
+    def advance(pair: tuple[EnvState, Observation]) -> tuple[tuple[EnvState, Observation], Tensor]:
+        state, step = env.step(pair[0], policy(pair[1].actor))
+        return (state, step.observation), step.terminated[0] | step.truncated[0]
+
+    return advance
+
+
+def measures(env: Env, policy: Act, key: Tensor) -> list[dict[str, float]]:
     """Returns what an environment measures at each step of one episode, see `Env.metrics`.
 
     Args:
@@ -76,13 +115,13 @@ def measures(env: Env, policy: Callable[[Tensor], Tensor], key: Tensor) -> list[
       key: [2] int64; the episode is the one that `frames` shows.
     """
     found: list[dict[str, float]] = []
-    with env.opened(key, 1) as (state, observation):
-        now = _read(env, state)
+    with env.opened(key, 1) as pair, _region(env, _steps(env, policy), key.device) as region:
+        now = _read(env, pair[0])
         for _ in range(env.spec.max_episode_steps):
-            state, step = env.step(state, policy(observation.actor))
-            before, now, observation = now, _read(env, state), step.observation
+            pair, ended = region(pair)
+            before, now = now, _read(env, pair[0])
             found.append(averages(now, before))
-            if step.terminated[0] | step.truncated[0]:
+            if ended:
                 break
     return found
 
@@ -93,7 +132,7 @@ def _read(env: Env, state: EnvState) -> dict[str, float]:
 
 def frames(
     env: Env | HostEnv,
-    policy: Callable[[Tensor], Tensor],
+    policy: Act,
     key: Tensor,
     *,
     episodes: int = 1,
@@ -117,13 +156,12 @@ def frames(
     if env.render is None:
         raise ValueError(f"task {env.spec.task!r} cannot be drawn")
     pictures: list[np.ndarray] = []
-    with env.opened(key, 1, drawn=True) as (state, observation):
+    with env.opened(key, 1, drawn=True) as pair, _region(env, _steps(env, policy), key.device) as region:
         for t in range(episodes * env.spec.max_episode_steps):
             if t % every == 0:
-                pictures.append(env.render(state, 0))
-            state, step = env.step(state, policy(observation.actor))
-            observation = step.observation
-            episodes -= int(step.terminated[0] | step.truncated[0])
+                pictures.append(env.render(pair[0], 0))
+            pair, ended = region(pair)
+            episodes -= int(ended)
             if not episodes or len(pictures) == most:
                 break
     return pictures

@@ -87,20 +87,38 @@ class Losses:
           batch: [B, ...], rewards scaled.
           noise: [B, A] standard normal.
         """
-        rows = batch.reward.shape[0]
-        now, after = batch.observation, batch.next_observation
-        (mean, log_std), _ = networks.actor(actor, actor_stats, after.actor, training=False, dtype=self.dtype)
-        policy = distributions.sample(mean, log_std, noise)
-        observation = torch.cat([critic_view(now), critic_view(after)])
-        action = torch.cat([batch.action, policy.action])
+        rows, policy = batch.reward.shape[0], self.next_policy(actor, actor_stats, batch, noise)
+        observation, action = self.critic_input(batch, policy)
         log_probs, target_stats = ensemble(target, target_stats, observation, action, training=True, dtype=self.dtype)
+        probs, bonus = self.backup(log_probs[:, rows:], policy, log_temperature, batch)
+        return Goal(probs, observation, action, target_stats, bonus)
+
+    def next_policy(self, actor: Actor, stats: Stats, batch: Transition, noise: Tensor) -> distributions.Sample:
+        """Returns what the policy does in the next observations, by its running statistics."""
+        after = batch.next_observation.actor
+        (mean, log_std), _ = networks.actor(actor, stats, after, training=False, dtype=self.dtype)
+        return distributions.sample(mean, log_std, noise)
+
+    def critic_input(self, batch: Transition, policy: distributions.Sample) -> tuple[Tensor, Tensor]:
+        """Returns the observations [2B, C] and actions [2B, A] that critics share: now, then next."""
+        observation = torch.cat([critic_view(batch.observation), critic_view(batch.next_observation)])
+        return observation, torch.cat([batch.action, policy.action])
+
+    def backup(
+        self, log_probs: Tensor, policy: distributions.Sample, log_temperature: Tensor, batch: Transition
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the projected target [B, bins] of the target critics' [2, B, bins], and the largest entropy term."""
         support = self._atoms(log_probs)
-        chosen = value.pessimistic(log_probs[:, rows:], support)
+        chosen = value.pessimistic(log_probs, support)
         entropy_term = torch.exp(log_temperature) * policy.log_prob
         probs = torch.func.vmap(self._backup, (0, 0, 0, 0, None))(
             torch.exp(chosen), batch.reward, batch.terminated, entropy_term, support
         )
-        return Goal(probs, observation, action, target_stats, entropy_term.amax())
+        return probs, entropy_term.amax()
+
+    def cross_entropy(self, probs: Tensor, log_probs: Tensor) -> Tensor:
+        """Returns the cross-entropy () of critics' [2, B, bins] to targets [B, bins], meaned over critics and rows."""
+        return -(probs * log_probs).sum(-1).mean()
 
     def critic(self, params: Critic, stats: CriticStats, goal: Goal) -> tuple[Tensor, Aux]:
         """Cross-entropy of both critics to the goal, meaned over critics and rows.
@@ -114,7 +132,7 @@ class Losses:
         log_probs, online = ensemble(
             params, stats.online, goal.observation, goal.action, training=True, dtype=self.dtype
         )
-        loss = -(goal.probs * log_probs[:, :rows]).sum(-1).mean()
+        loss = self.cross_entropy(goal.probs, log_probs[:, :rows])
         metrics = {"critic_loss": loss, "max_entropy_bonus": goal.max_entropy_bonus}
         return loss, Aux(CriticStats(online, goal.target_stats), metrics)
 
@@ -142,8 +160,23 @@ class Losses:
         rows = batch.reward.shape[0]
         observation = torch.cat([batch.observation.actor, batch.next_observation.actor])
         (mean, log_std), stats = networks.actor(params, stats, observation, training=True, dtype=self.dtype)
-        policy = distributions.sample(mean, log_std, noise)
-        action, log_prob = policy.action[:rows], policy.log_prob[:rows]
+        loss, metrics = self.policy_value(
+            mean[:rows], log_std[:rows], critic, critic_stats, log_temperature, batch, noise[:rows]
+        )
+        return loss, Aux(stats, metrics)
+
+    def policy_value(
+        self,
+        mean: Tensor,
+        log_std: Tensor,
+        critic: Critic,
+        critic_stats: Stats,
+        log_temperature: Tensor,
+        batch: Transition,
+        noise: Tensor,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Returns the actor's loss and metrics for the policy [B, A] in the batch's observations; see `actor`."""
+        action, log_prob = distributions.sample(mean, log_std, noise)
         log_probs, _ = ensemble(
             critic, critic_stats, critic_view(batch.observation), action, training=False, dtype=self.dtype
         )
@@ -151,13 +184,7 @@ class Losses:
         loss = (torch.exp(log_temperature) * log_prob - q).mean()
         if self.config.bc_alpha > 0:
             loss = loss + self.config.bc_alpha * q.abs().mean().detach() * ((action - batch.action) ** 2).mean()
-        metrics = {
-            "actor_loss": loss,
-            "entropy": -log_prob.mean(),
-            "mean_action": action.mean(),
-            "q": q.mean(),
-        }
-        return loss, Aux(stats, metrics)
+        return loss, {"actor_loss": loss, "entropy": -log_prob.mean(), "mean_action": action.mean(), "q": q.mean()}
 
     def temperature(self, log_temperature: Tensor, stats: tuple[()], entropy: Tensor) -> tuple[Tensor, Aux]:
         """Drives the policy's entropy [()] to the target: `temperature * (entropy - target)`."""

@@ -21,6 +21,7 @@ BN_EPS = 1e-5
 RMS_EPS = 1e-6
 NORM_EPS = 1e-8
 EXPANSION = 4
+ALIGNMENT = 8  # elements of which matrix units want sizes to be multiples
 LOG_STD_MIN, LOG_STD_MAX = -10.0, 2.0
 
 
@@ -116,8 +117,12 @@ def actor(
     h, stats = _trunk(params.trunk, stats, observation, training, dtype)
     mean = _linear(h, params.mean_w, dtype).to(observation.dtype) + params.mean_b
     raw = _linear(h, params.std_w, dtype).to(observation.dtype) + params.std_b
-    log_std = LOG_STD_MIN + 0.5 * (LOG_STD_MAX - LOG_STD_MIN) * (1.0 + torch.tanh(raw))
-    return (mean, log_std), stats
+    return (mean, bounded(raw)), stats
+
+
+def bounded(raw: Tensor) -> Tensor:
+    """Returns the log standard deviation in (-10, 2) of a head's output."""
+    return LOG_STD_MIN + 0.5 * (LOG_STD_MAX - LOG_STD_MIN) * (1.0 + torch.tanh(raw))
 
 
 def critic(
@@ -196,10 +201,19 @@ def _trunk(params: Trunk, stats: Stats, x: Tensor, training: bool, dtype: torch.
     for block in params.blocks:
         y = torch.relu(normalise(block.norm1, _linear(h, block.w1, dtype)))
         h = h + torch.relu(normalise(block.norm2, _linear(y, block.w2, dtype)))
-    return _rms_norm(params.post_scale, h), normalise.stats(rows=x.shape[0])
+    return rms_norm(params.post_scale, h), normalise.stats(rows=x.shape[0])
+
+
+def padded(x: Tensor) -> Tensor:
+    """Returns x with zeros behind its last axis up to a multiple of eight."""
+    return F.pad(x, (0, -x.shape[-1] % ALIGNMENT))
 
 
 def _linear(x: Tensor, w: Tensor, dtype: torch.dtype) -> Tensor:
+    if x.is_cuda and torch.compiler.is_compiling():
+        outputs = w.shape[0]
+        x, w = padded(x), F.pad(padded(w), (0, 0, 0, -outputs % ALIGNMENT))
+        return F.linear(x.to(dtype), w.to(dtype))[..., :outputs]
     if dtype == torch.float32:  # keeps float64 inputs float64, for tests in higher precision
         return F.linear(x, w)
     return F.linear(x.to(dtype), w.to(dtype))
@@ -224,9 +238,11 @@ class _BatchNorms:
             mean, inverse_std = next(self._running)
             slope = params.scale * inverse_std
             return torch.addcmul(params.bias - mean * slope, x.to(slope.dtype), slope).to(x.dtype)
-        y, *batch = torch.native_batch_norm(x, params.scale, params.bias, None, None, True, 0.0, BN_EPS)
+        # Its derivative under vmap takes one type alone.
+        wide = x.to(params.scale.dtype)
+        y, *batch = torch.native_batch_norm(wide, params.scale, params.bias, None, None, True, 0.0, BN_EPS)
         self._batch.append(batch)
-        return y
+        return y.to(x.dtype)
 
     def stats(self, rows: int) -> Stats:
         if not self._training:
@@ -236,7 +252,8 @@ class _BatchNorms:
         return Stats(torch.lerp(self._old.mean, mean, BN_MOMENTUM), torch.lerp(self._old.var, unbiased, BN_MOMENTUM))
 
 
-def _rms_norm(scale: Tensor, x: Tensor) -> Tensor:
+def rms_norm(scale: Tensor, x: Tensor) -> Tensor:
+    """Returns x [..., H] divided by its root mean square and scaled, in the type of the scale."""
     x = x.to(scale.dtype)
     return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + RMS_EPS) * scale
 

@@ -104,7 +104,7 @@ def _open(asked: Request, ranks: Replicas, dog: Watchdog) -> Run:
         _make_deterministic(config.deterministic)
         env, eval_env = _environments(config, ranks)
         _check_idling(env, config, ranks)
-        learner = make_learner(config, env.spec, ranks.collectives, _wrap(config))
+        learner = make_learner(config, env.spec, ranks.collectives, _wrap(config), _fuses(config, ranks))
         iteration = make_iteration(config, env, learner, ranks.collectives)
         fresh = _init(iteration, config, ranks)
         states, start = restoring.restore(fresh, config, ranks, source)
@@ -235,6 +235,12 @@ def _compiles(config: TrainConfig, ranks: Replicas) -> str:
     many = plan.total_updates(config, ranks.size) >= COMPILED_UPDATES
     worthwhile = many and any(map(shutil.which, ("c++", "g++", "clang++")))
     return "true" if ranks.world.device.type == "cuda" or worthwhile else "false"
+
+
+def _fuses(config: TrainConfig, ranks: Replicas) -> bool:
+    """Tells whether gradients are taken as they are written out: on a GPU, compiled, for one seed."""
+    on_gpu = ranks.world.device.type == "cuda" and config.compile == "true"
+    return on_gpu and config.num_seeds == 1 and config.compute_dtype != "float16"
 
 
 def _wrap(config: TrainConfig) -> Callable[[capture.Function], capture.Function]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch import Tensor
 from functional_sac import losses, networks
 from functional_sac.config import SACConfig
 from functional_sac.envs.env import EnvSpec
+from functional_sac.fused import Gradients
 from functional_sac.losses import Losses
 from functional_sac.networks import Actor, Critic, Stats
 from functional_sac.transition import Transition
@@ -68,6 +69,7 @@ class Updates:
     temperature: Step
     scaler: LossScale
     rate: Schedule
+    fused: bool
 
     def init(self, key: Tensor) -> SACState:
         """Returns fresh networks, optimizers and counters; the target critics start as the critics."""
@@ -121,9 +123,12 @@ class Updates:
           batch: [B, ...], rewards scaled.
           noise: [B, A] standard normal.
         """
-        target_stats = part.critic.stats.target
-        goal = self.loss.critic_goal(part.target, target_stats, actor, stats, log_temperature, batch, noise)
-        critic, ok, aux = self.critic.update(part.critic, goal, scale=self._scale(part))
+        inputs = (actor, stats, log_temperature, batch, noise)
+        if self.fused:
+            critic, ok, aux = self.critic.update(part.critic, part.target, *inputs)
+        else:
+            goal = self.loss.critic_goal(part.target, part.critic.stats.target, *inputs)
+            critic, ok, aux = self.critic.update(part.critic, goal, scale=self._scale(part))
         target = tree.where(ok, tree.lerp(part.target, critic.params, self.config.tau), part.target)
         return CriticPart(critic, target, self._rescale(part.scale, ok)), aux.metrics
 
@@ -134,12 +139,21 @@ class Updates:
         return self.scaler.update(state, ok) if self.config.compute_dtype == "float16" else state
 
 
-def make_updates(config: SACConfig, spec: EnvSpec, collectives: Collectives) -> Updates:
+def make_updates(config: SACConfig, spec: EnvSpec, collectives: Collectives, fused: bool = False) -> Updates:
     """Builds the updates of a configuration for a task.
 
+    Args:
+      config: the algorithm.
+      spec: sizes of observations and actions.
+      collectives: how gradients meet those of other ranks.
+      fused: take the gradients that are written out (`fused`) in place of `torch.func.grad` of the losses. They do
+        not run under `torch.func.vmap`.
+
     Raises:
-      ValueError: if `lr_decay_updates` is not set.
+      ValueError: if `lr_decay_updates` is not set, or a fused gradient is to be scaled.
     """
+    if fused and config.compute_dtype == "float16":
+        raise ValueError("compute_dtype='float16': fused gradients know no loss scale")
     if config.lr_decay_updates == 0:
         raise ValueError("lr_decay_updates=0: a learner does not know the run's length; set its number of updates")
     loss = losses.make_losses(config, spec.action_dim)
@@ -147,17 +161,20 @@ def make_updates(config: SACConfig, spec: EnvSpec, collectives: Collectives) -> 
         config.lr_init, config.lr_peak, config.lr_end, config.lr_warmup_updates, config.lr_decay_updates
     )
 
-    def step(loss: Loss, project: Callable[[tree.Tree], tree.Tree] | None = None) -> Step:
+    def step(loss: Loss, project: Callable[[tree.Tree], tree.Tree] | None = None, gradient: Any = None) -> Step:
         wire = config.dp_gradient_wire_dtype
-        return make_step(loss, optim.adam(rate), collectives, wire_dtype=wire, project=project)
+        return make_step(loss, optim.adam(rate), collectives, wire_dtype=wire, project=project, gradient=gradient)
+
+    written = Gradients(loss) if fused else None
 
     return Updates(
         config=config,
         spec=spec,
         loss=loss,
-        actor=step(loss.actor, networks.project),
-        critic=step(loss.critic, networks.project),
+        actor=step(loss.actor, networks.project, written and written.actor),
+        critic=step(loss.critic, networks.project, written and written.critic),
         temperature=step(loss.temperature),
         scaler=loss_scale.dynamic(),
         rate=rate,
+        fused=fused,
     )

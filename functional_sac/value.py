@@ -75,7 +75,9 @@ def project(probs: Tensor, targets: Tensor, atoms: Tensor) -> Tensor:
     position = (targets - atoms[0]) * (last / (atoms[-1] - atoms[0]))
     if atoms.device.type != "cpu" or torch.compiler.is_compiling():
         bins = torch.arange(last + 1, device=atoms.device, dtype=atoms.dtype)
-        return probs @ (1.0 - (position.unsqueeze(-1) - bins).abs()).clamp_min(0.0)
+        shares = (1.0 - (position.unsqueeze(-1) - bins).abs()).clamp_min(0.0)
+        # Not a matrix product, which would write the shares to memory.
+        return (probs.unsqueeze(-1) * shares).sum(-2)
     lower = position.floor()
     upper_mass = probs * (position - lower)
     index = lower.to(torch.int64).clamp(0, last)

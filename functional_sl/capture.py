@@ -44,7 +44,9 @@ def compiled(fn: Function, backend: str = "inductor") -> Function:
         leaves, found = tree.flatten((state, *inputs))
         if structure is None:
             structure, template = found, tree.unflatten(found, range(len(leaves)))
-            run = torch.compile(_own_code(flat), fullgraph=True, dynamic=False, backend=backend)
+            # On a GPU kernels that need nothing of each other are launched as one.
+            options = {"combo_kernels": True} if backend == "inductor" and any(x.is_cuda for x in leaves) else None
+            run = torch.compile(_own_code(flat), fullgraph=True, dynamic=False, backend=backend, options=options)
             with warnings.catch_warnings():
                 # Full float32 products are meant.
                 warnings.filterwarnings("ignore", "TensorFloat32 tensor cores", UserWarning)
@@ -282,8 +284,10 @@ class Captured:
         for (target, _), source in zip(pairs, sources, strict=True):
             if target.shape != source.shape or target.dtype != source.dtype:
                 raise ValueError(f"a new leaf is {_kind(source)}, the old one {_kind(target)}")
-        if pairs:
-            torch._foreach_copy_([target for target, _ in pairs], sources)
+        # Of one dtype many copies are one kernel.
+        for dtype in {target.dtype for target, _ in pairs}:
+            chosen = [(t, s) for (t, _), s in zip(pairs, sources, strict=True) if t.dtype == dtype]
+            torch._foreach_copy_(*map(list, zip(*chosen, strict=True)))
 
 
 @functools.cache

@@ -56,6 +56,7 @@ class Step(NamedTuple):
 
 
 Loss = Callable[..., tuple[Tensor, Aux]]
+Gradient = Callable[..., tuple[tree.Tree, Tensor, Aux]]
 
 
 def make_step(
@@ -66,6 +67,7 @@ def make_step(
     wire_dtype: str = "float32",
     project: Callable[[tree.Tree], tree.Tree] | None = None,
     accumulation: int = 1,
+    gradient: Gradient | None = None,
 ) -> Step:
     """Builds the gradient step of `loss`.
 
@@ -78,11 +80,15 @@ def make_step(
       accumulation: number of micro-batches of an update. With more than one, every leaf of `inputs` has a leading
         axis over them; values, gradients and metrics are summed from first to last, and the statistics pass from one
         micro-batch to the next.
+      gradient: `(params, stats, *inputs) -> (gradients, value, Aux)` in place of `torch.func.grad` of `loss`, where
+        one is written out; its inputs may be other ones. Without accumulation and scale only.
 
     Returns:
       The pair of functions. `update` takes `scale`, a 0-d loss scale for FP16; the gradients are unscaled before
       the sentinel is read, so an overflow closes the gate. `ok` is the gate's 0-d bool and the same on every rank.
     """
+    if gradient is not None and accumulation > 1:
+        raise ValueError(f"accumulation={accumulation}: a gradient that is written out takes one batch")
     reduce = (collectives or single()).reduce
     layouts: dict[tuple, wire.Layout] = {}  # naming the leaves anew takes as long as packing them
 
@@ -101,7 +107,10 @@ def make_step(
         return StepState(params, stats, transform.init(_ravel(params)), gate.init(device))
 
     def update(state: StepState, *inputs: tree.Tree, scale: Tensor | None = None) -> tuple[StepState, Tensor, Aux]:
-        grads, value, aux = _accumulate(loss, accumulation, state, inputs, scale)
+        if gradient is None:
+            grads, value, aux = _accumulate(loss, accumulation, state, inputs, scale)
+        else:
+            grads, value, aux = gradient(state.params, state.stats, *inputs)
         layout, own = layout_of(grads), wire.sentinel(value, grads)
         reduced = reduce(wire.pack(layout, grads, own), layout)
         ok = gate.is_open(reduced)

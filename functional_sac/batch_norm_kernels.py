@@ -1,0 +1,161 @@
+"""The Triton kernels of batch norm: a program takes a few features of one network through all rows.
+
+Rows are read twice, the second time from cache. Nothing is added atomically, so the same input gives the same bits.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE = 16384  # elements that a program holds at a time
+PROGRAMS = 128  # about as many as the GPU has multiprocessors
+
+
+@triton.jit
+def _forward(
+    x, scale, bias, residual, y, mean, inverse_std, features, x_network, x_row, eps,
+    rows: tl.constexpr, RELU: tl.constexpr, ADD: tl.constexpr, R: tl.constexpr, F: tl.constexpr,
+):  # fmt: skip
+    network = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * F + tl.arange(0, F)
+    inside = column < features
+    source = x + network * x_network + column
+    affine = network * features + column
+    # Shifted by the first row, one pass loses nothing to a mean that is large beside the spread.
+    shift = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    sums = tl.zeros((R, F), tl.float32)
+    squares = tl.zeros((R, F), tl.float32)
+    for begin in range(0, rows, R):
+        row = begin + tl.arange(0, R)
+        mask = (row < rows)[:, None] & inside[None, :]
+        value = tl.load(source[None, :] + row[:, None] * x_row, mask=mask, other=0.0).to(tl.float32)
+        value = tl.where(mask, value - shift[None, :], 0.0)
+        sums += value
+        squares += value * value
+    average = tl.sum(sums, 0) / rows
+    variance = tl.maximum(tl.sum(squares, 0) / rows - average * average, 0.0)
+    average += shift
+    inverse = 1.0 / tl.sqrt(variance + eps)
+    tl.store(mean + affine, average, mask=inside)
+    tl.store(inverse_std + affine, inverse, mask=inside)
+    slope = tl.load(scale + affine, mask=inside, other=0.0) * inverse
+    offset = tl.load(bias + affine, mask=inside, other=0.0)
+    # Outputs and residuals lie one row after the other.
+    place = network * rows * features + column
+    for begin in range(0, rows, R):
+        row = begin + tl.arange(0, R)
+        mask = (row < rows)[:, None] & inside[None, :]
+        value = tl.load(source[None, :] + row[:, None] * x_row, mask=mask, other=0.0).to(tl.float32)
+        value = (value - average[None, :]) * slope[None, :] + offset[None, :]
+        if RELU:
+            # NaN stays NaN: the gate must see it.
+            value = tl.where(value < 0.0, 0.0, value)
+        value = value.to(y.dtype.element_ty)
+        if ADD:
+            other = tl.load(residual + place[None, :] + row[:, None] * features, mask=mask, other=0.0)
+            value = (value.to(tl.float32) + other.to(tl.float32)).to(y.dtype.element_ty)
+        tl.store(y + place[None, :] + row[:, None] * features, value, mask=mask)
+
+
+@triton.jit
+def _backward(
+    dy, x, scale, bias, mean, inverse_std, dx, dscale, dbias, features, dy_network, dy_row, x_network, x_row,
+    rows: tl.constexpr, RELU: tl.constexpr, INPUTS: tl.constexpr, R: tl.constexpr, F: tl.constexpr,
+):  # fmt: skip
+    network = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * F + tl.arange(0, F)
+    inside = column < features
+    source = x + network * x_network + column
+    flow = dy + network * dy_network + column
+    affine = network * features + column
+    average = tl.load(mean + affine, mask=inside, other=0.0)
+    inverse = tl.load(inverse_std + affine, mask=inside, other=0.0)
+    factor = tl.load(scale + affine, mask=inside, other=0.0)
+    offset = tl.load(bias + affine, mask=inside, other=0.0)
+    sums = tl.zeros((R, F), tl.float32)
+    products = tl.zeros((R, F), tl.float32)
+    for begin in range(0, rows, R):
+        row = begin + tl.arange(0, R)
+        mask = (row < rows)[:, None] & inside[None, :]
+        value = tl.load(source[None, :] + row[:, None] * x_row, mask=mask, other=0.0).to(tl.float32)
+        change = tl.load(flow[None, :] + row[:, None] * dy_row, mask=mask, other=0.0).to(tl.float32)
+        value = (value - average[None, :]) * inverse[None, :]
+        if RELU:
+            change = tl.where(value * factor[None, :] + offset[None, :] > 0.0, change, 0.0)
+        sums += change
+        products += tl.where(mask, change * value, 0.0)
+    total, weighted = tl.sum(sums, 0), tl.sum(products, 0)
+    tl.store(dbias + affine, total, mask=inside)
+    tl.store(dscale + affine, weighted, mask=inside)
+    if INPUTS:
+        total /= rows
+        weighted /= rows
+        slope = factor * inverse
+        target = dx + network * rows * features + column
+        for begin in range(0, rows, R):
+            row = begin + tl.arange(0, R)
+            mask = (row < rows)[:, None] & inside[None, :]
+            value = tl.load(source[None, :] + row[:, None] * x_row, mask=mask, other=0.0).to(tl.float32)
+            change = tl.load(flow[None, :] + row[:, None] * dy_row, mask=mask, other=0.0).to(tl.float32)
+            value = (value - average[None, :]) * inverse[None, :]
+            if RELU:
+                change = tl.where(value * factor[None, :] + offset[None, :] > 0.0, change, 0.0)
+            change = (change - total[None, :] - value * weighted[None, :]) * slope[None, :]
+            tl.store(target[None, :] + row[:, None] * features, change.to(dx.dtype.element_ty), mask=mask)
+
+
+def forward(
+    x: Tensor, scale: Tensor, bias: Tensor, residual: Tensor | None, relu: bool, dtype: torch.dtype, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Launches `batch_norm.forward`."""
+    rows, features = x.shape[1:]
+    x, scale, bias = _rowwise(x), scale.contiguous(), bias.contiguous()
+    y = torch.empty(x.shape, dtype=dtype, device=x.device)
+    mean, inverse_std = torch.empty_like(scale), torch.empty_like(scale)
+    width = 32 if x.shape[0] * features >= 32 * PROGRAMS else 16
+    _forward[_grid(x, width)](
+        x, scale, bias, y if residual is None else residual.contiguous(), y, mean, inverse_std, features,
+        *x.stride()[:2], eps, rows=rows, RELU=relu, ADD=residual is not None, R=_rows(rows, width), F=width,
+        num_warps=16 if width > 16 else 8,
+    )  # fmt: skip
+    return y, mean, inverse_std
+
+
+def backward(
+    dy: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    mean: Tensor,
+    inverse_std: Tensor,
+    relu: bool,
+    inputs: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Launches `batch_norm.backward`."""
+    rows, features = x.shape[1:]
+    dy, x = _rowwise(dy), _rowwise(x)
+    scale, bias, mean, inverse_std = (t.contiguous() for t in (scale, bias, mean, inverse_std))
+    dx = torch.empty(x.shape if inputs else (0,), dtype=x.dtype, device=x.device)
+    dscale, dbias = torch.empty_like(scale), torch.empty_like(bias)
+    width = 16 if x.shape[0] * features >= 16 * PROGRAMS else 8
+    _backward[_grid(x, width)](
+        dy, x, scale, bias, mean, inverse_std, dx, dscale, dbias, features, *dy.stride()[:2], *x.stride()[:2],
+        rows=rows, RELU=relu, INPUTS=inputs, R=_rows(rows, width), F=width, num_warps=8,
+    )  # fmt: skip
+    return dx, dscale, dbias
+
+
+def _rowwise(x: Tensor) -> Tensor:
+    """Returns x with the features of a row side by side; a copy only where they do not lie so."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _grid(x: Tensor, width: int) -> tuple[int, int]:
+    return triton.cdiv(x.shape[-1], width), x.shape[0]
+
+
+def _rows(rows: int, width: int) -> int:
+    return min(triton.next_power_of_2(rows), TILE // width)

@@ -1,0 +1,149 @@
+"""Gradients that are written out against `torch.func.grad` of the losses, and batch norm against torch's."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from functional_sac import batch_norm, fused, losses, updates
+from functional_sac.config import SACConfig
+from functional_sac.envs.env import EnvSpec
+from functional_sac.transition import Observation, Transition
+from functional_sl import keys, tree
+from functional_sl.parallel.collectives import single
+
+CONFIG = SACConfig(
+    batch_size=12, actor_width=8, critic_width=8, num_blocks=2, bins=11, lr_decay_updates=50, bc_alpha=0.1
+)
+SPEC = EnvSpec("probe", actor_dim=5, critic_dim=7, action_dim=3, max_episode_steps=10, control_dt=0.1)
+
+
+def batch(dtype: torch.dtype) -> Transition:
+    """Returns 12 transitions, some of them terminal."""
+    draw = iter(keys.split(keys.key(4), 9))
+
+    def normal(*shape: int) -> torch.Tensor:
+        return keys.normal(next(draw), shape).to(dtype)
+
+    return Transition(
+        Observation(normal(12, 5), normal(12, 7)), normal(12, 3).tanh(), normal(12), normal(12) > 1, normal(12) > 9,
+        Observation(normal(12, 5), normal(12, 7)),
+    )  # fmt: skip
+
+
+def start(dtype: torch.dtype, **changes: object) -> tuple[losses.Losses, updates.SACState]:
+    """Returns losses and a state in which no statistic and no affine map is at its first value."""
+    config = dataclasses.replace(CONFIG, **changes)
+    made = updates.make_updates(config, SPEC, single())
+    state, noise = made.init(keys.key(1)), iter(keys.split(keys.key(2), 200))
+
+    def moved(x: torch.Tensor) -> torch.Tensor:
+        return (x + 0.1 * keys.uniform(next(noise), tuple(x.shape))).to(dtype) if x.is_floating_point() else x
+
+    return made.loss, tree.map(moved, state)
+
+
+# Products and batch norm add in another order: float64 to 1e-11, float32 to 2e-5, in BF16 a few roundings of 2^-8.
+KINDS = [("float32", torch.float64, 1e-11), ("float32", torch.float32, 2e-5), ("bfloat16", torch.float32, 0.1)]
+
+
+def agree(found: tuple, expected: tuple, tolerance: float) -> None:
+    """Compares trees leaf by leaf, relative to the largest number of a leaf."""
+    for name, a in tree.named(found).items():
+        b = tree.named(expected)[name]
+        assert a.dtype == b.dtype and a.shape == b.shape, name
+        assert (a - b).abs().max() <= tolerance * b.abs().max().clamp_min(1e-3), name
+
+
+@pytest.mark.parametrize(("products", "dtype", "tolerance"), KINDS)
+def test_the_critics_gradient(products: str, dtype: torch.dtype, tolerance: float) -> None:
+    loss, state = start(dtype, compute_dtype=products)
+    values, noise = batch(dtype), keys.normal(keys.key(5), (12, 3)).to(dtype)
+    frozen = (state.actor.params, state.actor.stats, state.temperature.params, values, noise)
+    goal = loss.critic_goal(state.target, state.critic.stats.target, *frozen)
+    grads, (value, aux) = torch.func.grad_and_value(loss.critic, has_aux=True)(
+        state.critic.params, state.critic.stats, goal
+    )
+    found = fused.Gradients(loss).critic(state.critic.params, state.critic.stats, state.target, *frozen)
+    agree(found, (grads, value, aux), tolerance)
+
+
+@pytest.mark.parametrize(("products", "dtype", "tolerance"), KINDS)
+def test_the_actors_gradient(products: str, dtype: torch.dtype, tolerance: float) -> None:
+    loss, state = start(dtype, compute_dtype=products)
+    values, noise = batch(dtype), keys.normal(keys.key(5), (24, 3)).to(dtype)
+    frozen = (state.critic.params, state.critic.stats.online, state.temperature.params, values, noise)
+    grads, (value, aux) = torch.func.grad_and_value(loss.actor, has_aux=True)(
+        state.actor.params, state.actor.stats, *frozen
+    )
+    found = fused.Gradients(loss).actor(state.actor.params, state.actor.stats, *frozen)
+    agree(found, (grads, value, aux), tolerance)
+
+
+def test_three_fused_updates_are_three_updates() -> None:
+    """In float32, from one state; the largest parameter is about 1."""
+    states = []
+    for fast in (False, True):
+        made = updates.make_updates(CONFIG, SPEC, single(), fast)
+        state, values = made.init(keys.key(1)), batch(torch.float32)
+        for i in range(3):
+            noise = keys.normal(keys.key(6 + i), (36, 3))
+            policy = updates.PolicyPart(state.actor, state.temperature, state.scale)
+            critic = (state.critic.params, state.critic.stats.online)
+            policy, _ = made.policy(policy, *critic, values, noise[:24])
+            state = state._replace(**policy._asdict())
+            part = updates.CriticPart(state.critic, state.target, state.scale)
+            frozen = (state.actor.params, state.actor.stats, state.temperature.params)
+            part, _ = made.critics(part, *frozen, values, noise[24:])
+            state = state._replace(**part._asdict())
+        states.append((state.actor.params, state.critic.params, state.target, state.actor.stats, state.critic.stats))
+    torch.testing.assert_close(states[1], states[0], rtol=0, atol=2e-5)
+
+
+def test_a_loss_that_is_not_finite_closes_the_gate() -> None:
+    made = updates.make_updates(CONFIG, SPEC, single(), True)
+    state, values = made.init(keys.key(1)), batch(torch.float32)
+    broken = values._replace(reward=torch.full((12,), torch.nan))
+    part = updates.CriticPart(state.critic, state.target, state.scale)
+    frozen = (state.actor.params, state.actor.stats, state.temperature.params)
+    after, _ = made.critics(part, *frozen, broken, keys.normal(keys.key(3), (12, 3)))
+    assert tree.bits_equal((after.critic.params, after.target), (part.critic.params, part.target))
+    assert after.critic.gate.skipped == 1
+
+
+def test_float16_is_refused() -> None:
+    with pytest.raises(ValueError, match="float16"):
+        updates.make_updates(dataclasses.replace(CONFIG, compute_dtype="float16"), SPEC, single(), True)
+
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(3, 37, 20), (1, 1500, 18)])
+@pytest.mark.parametrize(("relu", "add"), [(False, False), (True, False), (True, True)])
+def test_batch_norm_is_torchs(device: str, dtype: torch.dtype, shape: tuple, relu: bool, add: bool) -> None:
+    """Means of 5 beside spreads of 1. BF16 within two roundings, 2^-7; float32 sums of 1500 rows to 1e-4."""
+    draw = iter(keys.split(keys.key(0), 5))
+    x = (keys.normal(next(draw), shape) + 5).to(dtype)
+    scale, bias = (keys.uniform(next(draw), (shape[0], shape[2])) + 0.5 * i for i in (1, 0))
+    dy, rest = keys.normal(next(draw), shape).to(dtype), keys.normal(next(draw), shape).to(dtype)
+    tolerance = {"rtol": 2**-7, "atol": 2**-5} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
+    found = batch_norm.forward(
+        *(t.to(device) for t in (x, scale, bias)), rest.to(device) if add else None, relu, dtype, 1e-5
+    )
+    given = [*(t.to(device) for t in (dy, x, scale, bias)), *found[1:]]
+    back = batch_norm.backward(*given, relu, True)
+    for n in range(shape[0]):
+        leaves = [t[n].float().requires_grad_() for t in (x, scale, bias)]
+        normal, mean, inverse = torch.native_batch_norm(*leaves, None, None, True, 0.0, 1e-5)
+        y = torch.relu(normal) if relu else normal
+        expected = torch.autograd.grad(y, leaves, dy[n].float())
+        y = y + rest[n].float() if add else y
+        got = [t[n].float().cpu() for t in (*found, *back)]
+        torch.testing.assert_close(got[:1] + got[3:4], [y.detach(), expected[0]], **tolerance)
+        torch.testing.assert_close(got[1:3] + got[4:], [mean, inverse, *expected[1:]], rtol=1e-3, atol=1e-3)
+    assert batch_norm.backward(*given, relu, False)[0].numel() == 0
