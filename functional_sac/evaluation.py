@@ -62,7 +62,6 @@ def evaluate(
         lengths=torch.zeros(episodes, dtype=torch.int64, device=device),
         terminated=torch.zeros(episodes, dtype=torch.bool, device=device),
     )
-    running = torch.ones(episodes, dtype=torch.bool, device=device)
 
     def advance(play: _Play) -> tuple[_Play, tuple[()]]:
         state, step = env.step(play.state, acting.deterministic(params, stats, play.observation.actor, dtype))

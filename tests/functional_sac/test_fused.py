@@ -53,7 +53,7 @@ def agree(found: tuple, expected: tuple, tolerance: float) -> None:
     """Compares trees leaf by leaf, relative to the largest number of a leaf."""
     for name, a in tree.named(found).items():
         b = tree.named(expected)[name]
-        assert a.dtype == b.dtype and a.shape == b.shape, name
+        assert (a.dtype, a.shape) == (b.dtype, b.shape), name
         assert (a - b).abs().max() <= tolerance * b.abs().max().clamp_min(1e-3), name
 
 
