@@ -11,13 +11,14 @@ the episode added to its last word, as in `env.autoreset`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from functional_sac.envs import transfer
 from functional_sac.envs.env import EnvSpec, TimeStep, advance, check_init
 from functional_sac.transition import Observation, symmetric
 from functional_sl import keys
@@ -77,7 +78,7 @@ class HostEnv:
       bounds: the commands [A] to which the actions -1 and 1 are mapped.
     """
 
-    metrics = None  # see `Env`
+    metrics = sketched = None  # see `Env`
 
     def __init__(
         self,
@@ -139,15 +140,17 @@ class HostEnv:
         Returns:
           The state, the time step, and [..., N] bool: False where no step was taken but an episode only begun.
         """
-        taken, key = (x.detach().cpu().numpy() for x in (action.float(), state.key))
+        taken, key, numbers = transfer.fetch(action.float(), state.key, state.session)
         expected = (*key.shape[:-1], self.spec.action_dim)
         if taken.shape != expected:
             raise ValueError(
                 f"{self.spec.task}: the action has shape {taken.shape}; these environments take {expected}"
             )
-        rows = zip(self._of(state), _flat(taken, 2), _flat(key, 2), strict=True)
+        rows = zip(self._of(numbers), _flat(taken, 2), _flat(key, 2), strict=True)
         found = [session.step(actions, seeds) for session, actions, seeds in rows]
-        arrays = [_stacked(column, state.session.shape, state.key.device) for column in zip(*found, strict=True)]
+        arrays = transfer.send(
+            [_joined(column, numbers.shape) for column in zip(*found, strict=True)], state.key.device
+        )
         *fields, present, restarted = arrays
         now, final, *rest = fields
         step = TimeStep(symmetric(now), symmetric(final), *rest)
@@ -155,8 +158,9 @@ class HostEnv:
 
     def restart(self, state: HostState, key: Tensor) -> tuple[HostState, Observation]:
         """Begins new episodes in the simulations of `state` from keys [..., N, 2]."""
-        found = [s.reset(seeds) for s, seeds in zip(self._of(state), _flat(key.cpu().numpy(), 2), strict=True)]
-        observation = _stacked(found, state.session.shape, state.key.device)
+        seeds, numbers = transfer.fetch(key, state.session)
+        found = [session.reset(rows) for session, rows in zip(self._of(numbers), _flat(seeds, 2), strict=True)]
+        (observation,) = transfer.send([_joined(found, numbers.shape)], state.key.device)
         return state._replace(key=advance(key, 1)), symmetric(observation)
 
     def close(self) -> None:
@@ -171,8 +175,8 @@ class HostEnv:
         session = torch.tensor(number, device=key.device)
         return self.restart(HostState(key=key, session=session), keys.split(key, num_envs))
 
-    def _of(self, state: HostState) -> list[Session]:
-        return [self._sessions[number] for number in state.session.reshape(-1).tolist()]
+    def _of(self, numbers: np.ndarray) -> list[Session]:
+        return [self._sessions[number] for number in numbers.reshape(-1).tolist()]
 
     def _render(self, state: HostState, i: int) -> np.ndarray:
         return self._sessions[int(state.session)].render(i)
@@ -188,7 +192,7 @@ def _flat(values: np.ndarray, axes: int) -> np.ndarray:
     return values.reshape(-1, *values.shape[-axes:])
 
 
-def _stacked(values: list[np.ndarray], lead: torch.Size, device: torch.device) -> Tensor:
-    """Returns the arrays, one a session, as one tensor with the leading axes of the sessions."""
-    joined = torch.from_numpy(values[0] if len(values) == 1 else np.stack(values))
-    return joined.reshape(*lead, *values[0].shape).to(device)
+def _joined(values: Sequence[np.ndarray], lead: tuple[int, ...]) -> np.ndarray:
+    """Returns the arrays, one a session, as one array with the leading axes of the sessions."""
+    joined = values[0] if len(values) == 1 else np.stack(values)
+    return joined.reshape(*lead, *values[0].shape)
