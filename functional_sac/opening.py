@@ -276,7 +276,7 @@ def _iterate(
     if isinstance(env, HostEnv):
         act = functools.partial(over_seeds, iteration.act)
         halves = hosted.stages(lambda random: act(random=random), over_seeds(iteration.store), iteration.learn)
-        return hosted.Hosted(region(halves), env)
+        return hosted.Hosted(region(halves), env, config.overlap)
     return region(iterate)
 
 

@@ -134,8 +134,16 @@ class HostEnv:
         state, step, _ = self.advance(state, action)
         return state, step
 
-    def advance(self, state: HostState, action: Tensor) -> tuple[HostState, TimeStep, Tensor]:
+    def advance(
+        self, state: HostState, action: Tensor, meanwhile: Callable[[], None] = lambda: None
+    ) -> tuple[HostState, TimeStep, Tensor]:
         """Moves the simulations on, also of several seeds: all may have leading axes.
+
+        Args:
+          state: of the simulations.
+          action: [..., N, A].
+          meanwhile: called once the action has left the device, before the host steps: a device goes on with what it
+            launches.
 
         Returns:
           The state, the time step, and [..., N] bool: False where no step was taken but an episode only begun.
@@ -146,6 +154,7 @@ class HostEnv:
             raise ValueError(
                 f"{self.spec.task}: the action has shape {taken.shape}; these environments take {expected}"
             )
+        meanwhile()
         rows = zip(self._of(numbers), _flat(taken, 2), _flat(key, 2), strict=True)
         found = [session.step(actions, seeds) for session, actions, seeds in rows]
         arrays = transfer.send(

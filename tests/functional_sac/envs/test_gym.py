@@ -22,7 +22,7 @@ from functional_sac import cycle, envs, evaluation, hosted, iteration, networks,
 from functional_sac.config import TrainConfig  # noqa: E402
 from functional_sac.envs.host import HostEnv  # noqa: E402
 from functional_sac.iteration import Iteration, TrainState  # noqa: E402
-from functional_sl import capture, keys  # noqa: E402
+from functional_sl import capture, keys, tree  # noqa: E402
 
 SMALL = TrainConfig(
     batch_size=8, actor_width=4, critic_width=4, num_blocks=1, bins=5, lr_decay_updates=50, replay_capacity=500,
@@ -65,6 +65,34 @@ def run(env: HostEnv, steps: int, **changes: object) -> tuple[TrainState, Iterat
 
 def stored(state: TrainState, env: HostEnv) -> object:
     return replay.gather(state.replay, torch.arange(int(state.replay.size)), replay.fields(env.spec))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_overlapped_updates_draw_from_the_replay_before_the_step(make, overlap):
+    """Three iterations against the same pure parts, called in the order that is meant."""
+    env = make(functools.partial(Count, T=4))
+    warm, loop, _, _ = run(env, 6, batch_size=4)
+    act = functools.partial(functools.partial, loop.act)
+    stages = hosted.stages(lambda random: act(random=random), loop.store, loop.learn)
+    iterate = hosted.Hosted(capture.Eager(stages), env, overlap)
+    found = expected = tree.clone(warm)
+    made = []
+
+    def recorded(state, action, meanwhile=lambda: None):
+        made.append(HostEnv.advance(env, state, action, meanwhile))
+        return made[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(env, "advance", recorded)
+        for _ in range(3):
+            found, _ = iterate(found, random=False, phase=0)
+    for step in made:
+        state, action = loop.act(expected, False)
+        if overlap:
+            expected = loop.store(loop.learn(state, 0), action, *step)
+        else:
+            expected = loop.learn(loop.store(state, action, *step), 0)
+    assert_bits_equal(found, expected)
 
 
 @pytest.mark.parametrize("ends_by", ["truncated", "terminated", "both"])
