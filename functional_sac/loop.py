@@ -178,9 +178,12 @@ class _Loop:
         env, shown = self._run.eval_env, (self._policies()[0], self._evaluation_keys()[0], self._dtype())
         if env.render is not None:
             try:
-                reporting.film(self._run.run_dir / "policy.gif", env, *shown)
+                most = None if env.sketched is None else reporting.HOST_PICTURES
+                reporting.film(self._run.run_dir / "policy.gif", env, *shown, most)
             except RenderError as error:
                 progress.write(f"no film of the policy: {error}")
+            if env.sketched is not None and env.sketched():
+                progress.write(f"policy.gif shows a sketch of the robot: {env.sketched()}")
         if environment.samples(self._config):
             reporting.draw_tracking(self._run.run_dir / "tracking_error.png", env, *shown)
 

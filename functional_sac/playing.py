@@ -40,6 +40,8 @@ def play(
 ) -> dict[str, Any]:
     """Films one episode if asked, plays all, and returns `figures` with the snapshot, task, env_steps and seed.
 
+    Where MuJoCo cannot draw a robot, its film is of sketches, and `sketched` says why.
+
     Args:
       snapshot: as in `trained.read`.
       episodes: E.
@@ -67,8 +69,9 @@ def play(
             _film(policy, env, key, video)
         errors = {"tracking_error": _tracking(policy, env, key, tracking_error)} if tracking_error else {}
         result = evaluate(policy, env, key, episodes, num_envs or episodes)
+        sketched = {"sketched": env.sketched()} if env.sketched is not None and env.sketched() else {}
     about = {"snapshot": str(policy.folder), "task": policy.config.task, "env_steps": policy.manifest["step"]}
-    return about | {"seed": seed, "video": video} | errors | figures(result)
+    return about | {"seed": seed, "video": video} | sketched | errors | figures(result)
 
 
 def evaluate(policy: Trained, env: Env | HostEnv, key: Tensor, episodes: int, num_envs: int) -> Result:

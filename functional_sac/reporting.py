@@ -113,8 +113,23 @@ def draw_curve(run_dir: Path, spec: EnvSpec) -> None:
         )
 
 
-def film(path: Path, env: Env | HostEnv, policy: tuple[Any, Any], key: Tensor, dtype: torch.dtype) -> None:
+def film(
+    path: Path,
+    env: Env | HostEnv,
+    policy: tuple[Any, Any],
+    key: Tensor,
+    dtype: torch.dtype,
+    most: int | None = None,
+) -> None:
     """Writes one deterministic episode, of an environment on the host its beginning, as a GIF in real time.
+
+    Args:
+      path: the file.
+      env: what is drawn.
+      policy: parameters and statistics.
+      key: [2] int64.
+      dtype: of the products.
+      most: ends with so many pictures.
 
     Raises:
       RunError: if it cannot be written.
@@ -122,7 +137,7 @@ def film(path: Path, env: Env | HostEnv, policy: tuple[Any, Any], key: Tensor, d
     """
     params, stats = policy
     stride = max(1, round(1 / (25 * env.spec.control_dt)))
-    most = HOST_PICTURES if isinstance(env, HostEnv) else None
+    most = HOST_PICTURES if isinstance(env, HostEnv) else most
     policy_of = functools.partial(acting.deterministic, params, stats, dtype=dtype)
     pictures = evaluation.frames(env, policy_of, key, every=stride, most=most)
     with _writing(path):

@@ -83,6 +83,8 @@ class Env(NamedTuple):
     metrics: Callable[[EnvState], dict[str, Tensor]] | None = None
     # () -> None, frees what the functions hold, such as a simulator; afterwards none of them may be called
     release: Callable[[], None] | None = None
+    # () -> str, why the pictures drawn so far are only sketches; empty where they are not
+    sketched: Callable[[], str] | None = None
 
     @contextlib.contextmanager
     def opened(

@@ -15,14 +15,14 @@ import dataclasses
 import difflib
 import os
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from functional_sac import tasks
-from functional_sac.envs import sketch, tally
+from functional_sac.envs import tally
 from functional_sac.envs.env import Env, EnvSpec, EnvState, TimeStep, advance, check_action, check_init, finite, select
 from functional_sac.envs.tally import Totals
 from functional_sac.tasks import task as robot_tasks
@@ -31,6 +31,9 @@ from functional_sac.tasks.task import Outcome, Own, RobotTask, Shared
 from functional_sac.transition import Observation
 from functional_sl import keys, sim, tree
 from functional_sl.sim.contract import RobotModel, SimState, Simulator
+
+if TYPE_CHECKING:
+    from functional_sac.envs.film import Pictures
 
 Region = Callable[..., tuple[tree.Tree, dict[str, Tensor]]]  # (state, *inputs) -> (state, dict)
 
@@ -90,12 +93,13 @@ def make(
         sim_name = "mujoco" if torch.device(device).type == "cpu" else "mjwarp"
     entry = tasks.TASKS[task]
     robot = entry.robot(settings)
+    from functional_sac.envs.film import Pictures  # without MuJoCo, the robot says what to install
+
     threads = settings.threads or len(os.sched_getaffinity(0))
     simulator = sim.make(robot, sim_name, device, threads, _capacity(sim_name, settings))
     try:
-        return build(
-            entry.task(simulator.model, robot, settings), simulator, wrap, sketch.links(robot, simulator.model)
-        )
+        task_of = entry.task(simulator.model, robot, settings)
+        return build(task_of, simulator, wrap, Pictures(robot, simulator.model))
     except BaseException:
         simulator.close()
         raise
@@ -114,15 +118,15 @@ def build(
     task: RobotTask,
     simulator: Simulator,
     wrap: Callable[[Region], Region] = lambda region: region,
-    links: list[tuple[int, int]] | None = None,
+    pictures: Pictures | None = None,
 ) -> Env:
-    """Returns the environment of a task on a simulator; closing it closes the simulator.
+    """Returns the environment of a task on a simulator; closing it closes simulator and pictures.
 
     Args:
       task: made for the simulator's model.
       simulator: not shared with another environment.
       wrap: applied to the pure parts of a step, each `(state, *inputs) -> (state, dict)`; it may compile them.
-      links: of the robot, for pictures, see `sketch`; without them there are none.
+      pictures: of the robot; without them there are none.
     """
     steps = _Steps(task, simulator.model)
     judge, resume = wrap(steps.judge), wrap(steps.resume)
@@ -155,14 +159,20 @@ def build(
         return EnvState(part.key, physics, part.episode_return, part.episode_length), time_step
 
     def render(state: EnvState, i: int) -> np.ndarray:
-        memory, height = state.physics.memory, float(simulator.model.default_qpos[2])
-        reference = None if task.reference is None else task.reference(memory.own)[i].cpu().numpy()
-        return sketch.draw(links, sketch.points(simulator.model, state.physics.sim, i), height, reference)
+        reference = None if task.reference is None else task.reference(state.physics.memory.own)
+        return pictures.draw(state.physics.sim, i, reference)
 
     def metrics(state: EnvState) -> dict[str, Tensor]:
         return tally.named(task, state.physics.memory.totals)
 
-    return Env(steps.spec, init, step, render if links else None, metrics, simulator.close)
+    if pictures is None:
+        return Env(steps.spec, init, step, None, metrics, simulator.close)
+
+    def release() -> None:
+        pictures.close()
+        simulator.close()
+
+    return Env(steps.spec, init, step, render, metrics, release, lambda: pictures.sketched)
 
 
 @dataclasses.dataclass(frozen=True)

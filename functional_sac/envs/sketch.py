@@ -26,17 +26,17 @@ _UP = np.cross(_RIGHT, _TOWARD)
 
 def links(robot: Robot, model: RobotModel) -> list[tuple[int, int]]:
     """Returns pairs of places to be joined, as indices into `points`: bodies with their parents, tips with bodies."""
-    names, tips = robot.body_names, _tips(model)
+    names, ends = robot.body_names, tips(model)
     parents = [robot.spec.body(name).parent.name for name in names]
     pairs = [(names.index(parent), i) for i, parent in enumerate(parents) if parent in names]
-    return pairs + [(model.site(tip).body, len(names) + k) for k, tip in enumerate(tips)]
+    return pairs + [(model.site(end).body, len(names) + k) for k, end in enumerate(ends)]
 
 
 def points(model: RobotModel, state: SimState, i: int) -> np.ndarray:
     """Returns the origins of the bodies of world i, then the sites at the tips of its limbs, [B + T, 3]."""
     one = SimState(*(leaf[i : i + 1] for leaf in state))
-    tips = [sensors.position(model, one, tip) for tip in _tips(model)]
-    return torch.cat((one.body_pos[0], *tips)).cpu().numpy()
+    ends = [sensors.position(model, one, tip) for tip in tips(model)]
+    return torch.cat((one.body_pos[0], *ends)).cpu().numpy()
 
 
 def draw(
@@ -59,7 +59,8 @@ def draw(
     return _skeleton(image, pairs, places - centre, extent, drawing.BLUE)
 
 
-def _tips(model: RobotModel) -> list[str]:
+def tips(model: RobotModel) -> list[str]:
+    """Returns the names of the sites at the tips of limbs."""
     return [name for name in model.sites if name.endswith(("foot", "palm"))]
 
 

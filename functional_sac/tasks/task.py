@@ -89,7 +89,8 @@ class RobotTask(NamedTuple):
       measured: names of the measures.
       measures: `(own, shared, scene) -> ([N] or 0-d float32, ...)`, what the records show, in the order of the names.
       weights: `shared -> [T] float32`, factors on the weights of the terms; None for ones.
-      reference: `own -> [N, B, 3]`, where the bodies of the robot should be now, for pictures; or None.
+      reference: `own -> (qpos [N, 7 + J], body origins [N, B, 3])`, where the robot should be now, for pictures; or
+        None.
       push: `(episode length [N], uniform [N, step_draws]) -> (mask [N] bool, velocity [N, 6 + J] to add)`, or None.
     """
 
@@ -115,7 +116,7 @@ class RobotTask(NamedTuple):
     measured: tuple[str, ...]
     measures: Callable[[Own, Shared, Scene], tuple[Tensor, ...]]
     weights: Callable[[Shared], Tensor] | None = None
-    reference: Callable[[Own], Tensor] | None = None
+    reference: Callable[[Own], tuple[Tensor, Tensor]] | None = None
     push: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
 
     @property

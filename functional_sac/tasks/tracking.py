@@ -173,7 +173,7 @@ def make(
         possible_length=lambda own: (own.last - own.first + 1).clamp(max=MAX_EPISODE_STEPS),
         measured=(*terms.ERRORS, *sampling.MEASURES),
         measures=measures,
-        reference=lambda own: library.body_pos[own.frame],
+        reference=lambda own: (library.qpos[own.frame], library.body_pos[own.frame]),
     )
 
 

@@ -179,7 +179,7 @@ def test_seeds_by_vmap_equal_single_runs() -> None:
 @pytest.mark.parametrize("seeds", [1, 2])
 def test_overlapped_learning_draws_from_the_replay_before_the_step(seeds: int) -> None:
     """The same as learning first from the state in which the policy has acted already."""
-    config, loop = build(count(4, weight=1.0), learning_starts=0)
+    _, loop = build(count(4, weight=1.0), learning_starts=0)
 
     def mapped(fn: Callable, **static: bool) -> Callable:
         bound = functools.partial(fn, **static)
