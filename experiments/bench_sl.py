@@ -2,10 +2,12 @@
 
     python -m experiments.bench_sl
     torchrun --standalone --nproc-per-node=2 -m experiments.bench_sl --device=cpu
-    python -m experiments.bench_sl --size=paper --device=cuda
+    python -m experiments.bench_sl --size=paper --device=cuda --compile
+    python -m experiments.bench_sl --recipe=rwm
 
-Both train the NeRD transformer on the analytic cartpole from the same parameters. First they take the same batches,
-and their losses must agree to `--tolerance`, relative; then each is timed with a sampler of its own kind.
+Both train the recipe's model (by default NeRD's transformer on the analytic cartpole) from the same parameters. First
+they take the same batches, and their losses must agree to `--tolerance`, relative; then each is timed with a sampler
+of its own kind.
 """
 
 from __future__ import annotations
@@ -21,19 +23,17 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from experiments import module_transformer
+from experiments import twins
+from experiments.twins import Twin
 from functional_sl import capture, keys, tree
-from functional_sl.models import normalizer
-from functional_sl.models.transformer import Architecture
 from functional_sl.parallel import collectives
 from functional_sl.parallel.world import World, gather, world
 from functional_sl.recipe import Recipe
-from functional_sl.recipes import nerd
 from functional_sl.run import cli
 from functional_sl.training import admission, update
 from functional_sl.training.config import TrainConfig
 
-SIZES = {"small": {"width": 64, "layers": 2, "heads": 4}, "paper": {"width": 192, "layers": 6, "heads": 12}}
+LEARNING_RATE, CLIP_NORM = 1e-3, 1.0
 WARM_UPS = 5
 
 
@@ -41,8 +41,9 @@ WARM_UPS = 5
 class Settings:
     """The flags."""
 
-    size: str = cli.option("small", "Of the network.", choices=tuple(SIZES))
-    batch_size: int = cli.option(64, "Windows of a rank; the paper's is 512.")
+    recipe: str = cli.option("nerd", "Whose model.", choices=tuple(twins.TWINS))
+    size: str = cli.option("small", "Of the network.", choices=("small", "paper"))
+    batch_size: int = cli.option(64, "Samples of a rank.")
     agree: int = cli.option(20, "Updates whose losses are compared.")
     updates: int = cli.option(30, "Timed updates of each.")
     tolerance: float = cli.option(5e-4, "Largest relative difference of a loss; a GPU adds in another order.")
@@ -53,26 +54,27 @@ class Settings:
 class Setting(NamedTuple):
     """What both sides share."""
 
+    twin: Twin
+    task: Any  # the recipe's settings
     recipe: Recipe
     config: TrainConfig
     training: update.Training
     state: update.TrainState
-    architecture: Architecture
 
 
 def prepare(settings: Settings, here: World) -> Setting:
     """Returns recipe, functions and the common start."""
-    task = nerd.NeRD(trajectories=200, validation_trajectories=2, evaluation_trajectories=2, **SIZES[settings.size])
-    recipe = nerd.build(task)
+    twin = twins.load(settings.recipe)
+    task = twin.settings(settings.size)
+    recipe = twin.build(task)
     recipe = recipe._replace(data=tree.to(recipe.data, here.device), validation=tree.to(recipe.validation, here.device))
-    config = TrainConfig(optimizer="adamw", learning_rate=1e-3, clip_norm=1.0, batch_size=settings.batch_size)
+    config = TrainConfig(
+        optimizer="adamw", learning_rate=LEARNING_RATE, clip_norm=CLIP_NORM, batch_size=settings.batch_size
+    )
     params, buffers = tree.to(recipe.init(keys.key(0)), here.device)
     training = update.make_training(recipe, config, collectives.over(here), here.device)
     names = admission.check(recipe, params, buffers, config.batch_size, keys.key(1, here.device))
-    a = Architecture(
-        recipe.data.inputs.shape[-1], recipe.data.targets.shape[-1], task.width, task.layers, task.heads, task.context
-    )
-    return Setting(recipe, config, training, training.init(params, buffers, names, here.rank), a)
+    return Setting(twin, task, recipe, config, training, training.init(params, buffers, names, here.rank))
 
 
 def functional(setting: Setting, here: World, compiled: bool, graph: bool) -> capture.Captured | capture.Eager:
@@ -85,20 +87,14 @@ def functional(setting: Setting, here: World, compiled: bool, graph: bool) -> ca
     return capture.Captured(chosen) if graph and here.device.type == "cuda" else capture.Eager(chosen)
 
 
-def modular(setting: Setting, here: World, compiled: bool) -> Callable[[Any], Tensor]:
-    """Returns the update of the module on a batch."""
-    statistics = setting.state.step.stats
-    module = module_transformer.with_parameters(setting.architecture, setting.state.step.params)
+def modular(setting: Setting, here: World, compiled: bool) -> Callable[[Any, Tensor | None], Tensor]:
+    """Returns the update of the module: (batch, key of its noise or None for torch's generator) -> loss."""
+    module = setting.twin.module(setting.task, setting.state.step.params, setting.state.step.stats)
     if here.data_group is not None:
         module = DistributedDataParallel(module)
     module = torch.compile(module) if compiled else module
-
-    def loss(outputs: Tensor, batch: nerd.Transitions) -> Tensor:
-        gap = outputs - normalizer.normalize(statistics.targets, batch.targets)
-        return gap.square()[..., statistics.active].mean()
-
-    step = module_transformer.make_update(module, loss, learning_rate=1e-3, clip_norm=1.0)
-    return lambda batch: step(normalizer.normalize(statistics.inputs, batch.inputs), batch)
+    step = twins.make_update(module, LEARNING_RATE, CLIP_NORM)
+    return lambda batch, key: step(setting.twin.inputs(setting.task, batch, key))
 
 
 def compare(setting: Setting, here: World, settings: Settings) -> float:
@@ -106,8 +102,9 @@ def compare(setting: Setting, here: World, settings: Settings) -> float:
     advance, step = functional(setting, here, False, False), modular(setting, here, False)
     state, largest = setting.state, 0.0
     for _ in range(settings.agree):
-        draw, _ = keys.split(keys.fold_in(state.own.key, state.own.cursor)).unbind(0)
-        expected = float(step(setting.recipe.sample(setting.recipe.data, draw, settings.batch_size)))
+        draw, noise = keys.split(keys.fold_in(state.own.key, state.own.cursor)).unbind(0)
+        batch = setting.recipe.sample(setting.recipe.data, draw, settings.batch_size)
+        expected = float(step(batch, keys.split(noise, 1)[0]))
         before = state.own
         with torch.no_grad():
             state, _ = advance(state)
@@ -143,17 +140,11 @@ def functional_rate(setting: Setting, here: World, settings: Settings, compiled:
 
 
 def modular_rate(setting: Setting, here: World, settings: Settings, compiled: bool) -> float:
-    """Returns updates a second of the module, whose windows torch's own generator draws."""
+    """Returns updates a second of the module, whose batches and noise torch's own generator draws."""
     step, data = modular(setting, here, compiled), setting.recipe.data
-    trajectories, steps = data.inputs.shape[:2]
-    window = torch.arange(10, device=here.device)
-
-    def call() -> None:
-        row = torch.randint(trajectories, (settings.batch_size, 1), device=here.device)
-        start = torch.randint(steps - 9, (settings.batch_size, 1), device=here.device)
-        step(nerd.Transitions(*(x[row, start + window] for x in data)))
-
-    return rate(call, settings.updates, here.device)
+    return rate(
+        lambda: step(setting.twin.draw(setting.task, data, settings.batch_size), None), settings.updates, here.device
+    )
 
 
 def measure(settings: Settings, here: World) -> dict[str, Any]:
@@ -174,7 +165,7 @@ def measure(settings: Settings, here: World) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "ranks": here.size,
         **dataclasses.asdict(settings),
-        "parameters": module_transformer.count(setting.architecture),
+        "parameters": tree.size(setting.state.step.params),
         "largest_difference": largest,
         "updates_per_s": {name: round(value, 2) for name, value in rates.items()},
     }

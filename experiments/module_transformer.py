@@ -1,9 +1,7 @@
-"""The transformer of `functional_sl.models.transformer` as modules, trained by `backward` and `torch.optim`."""
+"""The transformer of `functional_sl.models.transformer` as modules."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -57,33 +55,3 @@ def with_parameters(a: Architecture, params: dict[str, Any]) -> Transformer:
         named |= {f"blocks.{i}.{name}.weight": x for name, x in block.items()}
     module.load_state_dict(named)
     return module
-
-
-def make_update(
-    module: nn.Module, loss: Callable[[Tensor, Any], Tensor], *, learning_rate: float, clip_norm: float
-) -> Callable[[Tensor, Any], Tensor]:
-    """Returns the training loop's body: (inputs, batch) -> loss, after which the parameters have moved.
-
-    Args:
-      module: plain, compiled or wrapped in DistributedDataParallel.
-      loss: (outputs, batch) -> the mean error.
-      learning_rate: of AdamW without decay, fused on CUDA.
-      clip_norm: bound of the gradient norm.
-    """
-    parameters = list(module.parameters())
-    optimizer = torch.optim.AdamW(parameters, learning_rate, weight_decay=0.0, fused=parameters[0].is_cuda)
-
-    def update(inputs: Tensor, batch: Any) -> Tensor:
-        optimizer.zero_grad()
-        value = loss(module(inputs), batch)
-        value.backward()
-        nn.utils.clip_grad_norm_(parameters, clip_norm)
-        optimizer.step()
-        return value.detach()
-
-    return update
-
-
-def count(a: Architecture) -> int:
-    """Returns the number of parameters."""
-    return sum(math.prod(p.shape) for p in Transformer(a).parameters())

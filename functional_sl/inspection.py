@@ -45,9 +45,12 @@ def channels(recorded: Episodes) -> list[Channel]:
     for feature in recorded.schema.features:
         if feature.name == recorded.schema.mask:
             continue
-        values = recorded.values[feature.name][valid].to(torch.float64)
-        columns = values.reshape(-1, len(feature.channels)).T
-        found += [_channel(feature.name, *pair, column) for pair, column in zip(feature.channels, columns, strict=True)]
+        values = recorded.values[feature.name][valid]
+        # Whole pictures in float64 would take eight times their place; one channel at a time is enough.
+        axis = 1 if feature.channel_axis == 0 else -1
+        columns = values.movedim(axis, 0) if feature.shape else values[None]
+        for pair, column in zip(feature.channels, columns, strict=True):
+            found.append(_channel(feature.name, *pair, column.flatten().to(torch.float64)))
     return found
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from functional_sl.models import articulation, normalizer, transformer
+from functional_sl.models import articulation, naming, normalizer, transformer
 from functional_sl.models.articulation import Contacts, Robot
 from functional_sl.models.normalizer import Normalizer
 
@@ -208,7 +208,7 @@ def predict(
       `next_states` [..., T, S], the prediction after each frame from that frame and those before it.
     """
     c = Convention(floating, tuple(continuous), tuple(travel), frame, embedding)
-    rebuilt = _nested(tensors)
+    rebuilt = naming.nested(tensors)
     fitted = rebuilt["statistics"]
     statistics = Statistics(Normalizer(**fitted["inputs"]), Normalizer(**fitted["targets"]), fitted["active"])
     contacts = None
@@ -338,13 +338,3 @@ def _travel(c: Convention, anchor: Tensor) -> Tensor:
     zero = torch.zeros_like(anchor[..., :1])
     moved = c.travel if c.frame == "translation" else ()
     return torch.cat([anchor[..., i : i + 1] if i in moved else zero for i in range(c.size)], -1)
-
-
-def _nested(flat: Mapping[str, Tensor]) -> Any:
-    """Rebuilds the tree of `functional_sl.tree.names`; a folder of numbers is a list."""
-    folders: dict[str, dict[str, Tensor]] = {}
-    for name, leaf in flat.items():
-        first, _, rest = name.partition("/")
-        folders.setdefault(first, {})[rest] = leaf
-    tree = {first: leaves[""] if "" in leaves else _nested(leaves) for first, leaves in folders.items()}
-    return [tree[i] for i in sorted(tree, key=int)] if all(name.isdigit() for name in tree) else tree

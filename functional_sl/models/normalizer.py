@@ -56,7 +56,7 @@ def denormalize(n: Normalizer, y: Tensor) -> Tensor:
 
 
 def _moments(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    rows = (x.reshape(-1, x.shape[-1]) if mask is None else x[mask]).to(torch.float64)
+    rows = (x.reshape(x.shape[:-1].numel(), x.shape[-1]) if mask is None else x[mask]).to(torch.float64)
     if not len(rows):
         raise ValueError(f"no valid row among {tuple(x.shape[:-1])}: statistics need at least one")
     bad = (~torch.isfinite(rows)).any(0).nonzero().flatten().tolist()

@@ -22,7 +22,8 @@ from functional_sl import keys, tree
 from functional_sl.run import files, identity
 
 FORMAT, VERSION = "functional_sl.episodes", "1"
-_DTYPES = {str(x).removeprefix("torch."): x for x in (torch.float32, torch.float64, torch.int64, torch.bool)}
+_KINDS = (torch.float32, torch.float64, torch.int64, torch.uint8, torch.bool)
+_DTYPES = {str(x).removeprefix("torch."): x for x in _KINDS}
 _HDF5 = (".h5", ".hdf5")
 _SUFFIXES = (".safetensors", *_HDF5)
 
@@ -32,8 +33,13 @@ class Feature(NamedTuple):
 
     name: str
     shape: tuple[int, ...]  # of one frame
-    dtype: str  # float32, float64, int64 or bool
-    channels: tuple[tuple[str, str], ...]  # name and unit along the last axis; of the value itself for shape ()
+    dtype: str  # float32, float64, int64, uint8 or bool
+    channels: tuple[tuple[str, str], ...]  # name and unit along `channel_axis`; of the value itself for shape ()
+
+    @property
+    def channel_axis(self) -> int:
+        """The axis of one frame that the channels name: the first of a picture, uint8 [C, H, W], else the last."""
+        return 0 if self.dtype == "uint8" and len(self.shape) == 3 else -1
 
 
 class Schema(NamedTuple):
@@ -92,6 +98,14 @@ def select(episodes: Episodes, chosen: Sequence[int] | Tensor) -> Episodes:
     frames = torch.cat([torch.arange(start, start + length) for start, length in spans])
     values = {name: value[frames] for name, value in episodes.values.items()}
     return Episodes(episodes.schema, values, lengths, episodes.terminated[chosen])
+
+
+def shorten(episodes: Episodes, longest: int) -> Episodes:
+    """Returns the first `longest` frames of every episode; a task that ended later did not end there."""
+    place = torch.arange(int(episodes.lengths.sum())) - starts(episodes).repeat_interleave(episodes.lengths)
+    values = {name: value[place < longest] for name, value in episodes.values.items()}
+    terminated = episodes.terminated & (episodes.lengths <= longest)
+    return Episodes(episodes.schema, values, episodes.lengths.clamp(max=longest), terminated)
 
 
 def split(episodes: Episodes, share: float, key: Tensor) -> tuple[Episodes, Episodes]:
@@ -157,7 +171,7 @@ def _check_feature(feature: Feature, value: Tensor, frames: int, where: str) -> 
     if tuple(value.shape) != expected or value.dtype != _DTYPES[feature.dtype]:
         found = f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
         raise ValueError(f"{where}: {feature.name!r} is {found}; its schema says {feature.dtype} {expected}")
-    width = feature.shape[-1] if feature.shape else 1
+    width = feature.shape[feature.channel_axis] if feature.shape else 1
     if len(feature.channels) != width:
         raise ValueError(f"{where}: {feature.name!r} names {len(feature.channels)} channels and has {width}")
 

@@ -16,8 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from functional_sl import tree
 from functional_sl.sources import episodes as stored
 from functional_sl.sources.episodes import Episodes
+from functional_sl.tree import Tree
 
 PADDING = ("mask", "repeat_last", "terminal_hold")
 
@@ -25,7 +27,7 @@ PADDING = ("mask", "repeat_last", "terminal_hold")
 class Frames(NamedTuple):
     """T frames of episodes one after another, and the bounds of each frame's episode."""
 
-    observation: Tensor  # [T, O] float32
+    observation: Tree  # of leaves [T, ...]; one feature [T, O] float32 from `frames`
     action: Tensor  # [T, A] float32
     valid: Tensor  # [T] bool: the action may be supervised
     start: Tensor  # [T] int64, the first frame of its episode
@@ -36,7 +38,7 @@ class Frames(NamedTuple):
 class Windows(NamedTuple):
     """B windows."""
 
-    observation: Tensor  # [B, H, O], oldest first
+    observation: Tree  # of leaves [B, H, ...], oldest first
     action: Tensor  # [B, F, A]
     valid: Tensor  # [B, F] bool: the supervised steps
 
@@ -74,4 +76,4 @@ def window(frames: Frames, anchor: Tensor, history: int, chunk: int, padding: st
         hold = ~inside & frames.terminated[anchor, None]
         action = torch.where(hold[..., None], 0.0, action)
         valid = valid & (inside | hold)
-    return Windows(frames.observation[past], action, valid)
+    return Windows(tree.map(lambda leaf: leaf[past], frames.observation), action, valid)

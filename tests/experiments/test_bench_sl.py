@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 
 import pytest
 import torch
 from ranks import run_ranks
 
-from experiments import bench_sl
+from experiments import bench_sl, twins
 from functional_sl.parallel.world import world
 
 SETTINGS = bench_sl.Settings(batch_size=8, agree=5, updates=1, device="cpu")
@@ -27,6 +28,15 @@ def test_losses_agree(ranks: int) -> None:
         assert difference() < 1e-5
     else:
         assert max(run_ranks(ranks, difference)) < 1e-5
+
+
+@pytest.mark.parametrize("recipe", [name for name in twins.TWINS if name != SETTINGS.recipe])
+def test_losses_of_other_recipes_agree(recipe: str) -> None:
+    """From the same batches and the same noise; 1e-4, relative."""
+    pytest.importorskip("mujoco")
+    settings = dataclasses.replace(SETTINGS, recipe=recipe, batch_size=4, agree=3)
+    with world("cpu") as here:
+        assert bench_sl.compare(bench_sl.prepare(settings, here), here, settings) < 1e-4
 
 
 def test_both_are_timed() -> None:

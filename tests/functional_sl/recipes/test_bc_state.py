@@ -20,7 +20,7 @@ from functional_sl.models import chunk_policy, mixture
 from functional_sl.models.chunk_policy import Architecture
 from functional_sl.models.mlp import Linear
 from functional_sl.recipe import Recipe
-from functional_sl.recipes import bc_state
+from functional_sl.recipes import bc_state, chunks
 from functional_sl.recipes.bc_state import BCState
 from functional_sl.run.cli import UsageError
 from functional_sl.sources import episodes, windows
@@ -52,7 +52,7 @@ def all_windows(made: Recipe) -> Any:
     return next(iter(made.batches(made.data, 1000)))
 
 
-@pytest.mark.parametrize("loss", bc_state.LOSSES)
+@pytest.mark.parametrize("loss", chunks.LOSSES)
 def test_what_is_padded_changes_no_bit(tmp_path: pathlib.Path, loss: str) -> None:
     made = built(tmp_path, loss=loss)
     params, buffers = made.init(keys.key(0))
@@ -101,7 +101,7 @@ def test_padding_and_constant_channels_are_told(tmp_path: pathlib.Path) -> None:
     assert told["mask"]["window"] == {"history": 1, "chunk": 5, "padding": "mask"}
 
 
-@pytest.mark.parametrize("loss", bc_state.LOSSES)
+@pytest.mark.parametrize("loss", chunks.LOSSES)
 @pytest.mark.parametrize("batch", [1, 17, 1000])
 def test_the_bundle_predicts_what_the_policy_predicts(tmp_path: pathlib.Path, loss: str, batch: int) -> None:
     made = built(tmp_path, demonstrations(offset=100.0), loss=loss, history=2)
@@ -185,7 +185,7 @@ def test_data_of_another_world_is_refused(tmp_path: pathlib.Path) -> None:
 
 def test_stored_demonstrations_are_those_that_are_generated(tmp_path: pathlib.Path) -> None:
     config = BCState(episodes=3, data_seed=5)
-    key = bc_state._key(config, bc_state.DEMONSTRATIONS)
+    key = chunks.key_of(config, chunks.DEMONSTRATIONS)
     path = tmp_path / "d.safetensors"
     episodes.write(path, generate(config.world, config.expert, key, 3, config.disturbance))
     generated, stored = bc_state.build(config), bc_state.build(dataclasses.replace(config, demonstrations=str(path)))

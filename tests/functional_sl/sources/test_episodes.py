@@ -119,6 +119,17 @@ def test_selected_episodes_keep_their_frames() -> None:
     assert episodes.starts(found).tolist() == [0, 9]
 
 
+def test_a_shortened_episode_ends_open() -> None:
+    """Of 3, 4 and 9 frames the first 4 are left; the first episode's end is still its task's."""
+    ended = made(terminated=torch.tensor([True, True, True]))
+    found = episodes.shorten(ended, 4)
+    action = ended.values["action"]
+    assert found.lengths.tolist() == [3, 4, 4]
+    assert found.terminated.tolist() == [True, True, False]
+    assert torch.equal(found.values["action"], action[:11])
+    assert episodes.shorten(ended, 2).terminated.tolist() == [False, False, False]
+
+
 def test_a_split_holds_whole_episodes_out() -> None:
     many = episodes.select(made(), [0, 1, 2, 0, 1, 2, 0, 1, 2, 0])
     rest, held_out = episodes.split(many, 0.2, keys.key(1))

@@ -29,8 +29,9 @@ ON = [
     pytest.param("cuda", marks=pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")),
 ]
 NERD = {
-    "recipe": "functional_sl.recipes.nerd:build", "trajectories": 4, "validation_trajectories": 2, "width": 8, "layers": 1,
-    "heads": 2, "history": 3, "evaluation_trajectories": 2, "horizons": "5", "batch_size": 4, "learning_rate": 1e-3,
+    "recipe": "functional_sl.recipes.nerd:build", "trajectories": 4, "validation_trajectories": 2, "width": 8,
+    "layers": 1, "heads": 2, "history": 3, "evaluation_trajectories": 2, "horizons": "5", "batch_size": 4,
+    "learning_rate": 1e-3,
 }  # fmt: skip
 
 

@@ -1,0 +1,424 @@
+"""Robotic World Model (arXiv:2501.10100): forecasts of a quadruped that are trained on their own predictions.
+
+    history of M (state, action) pairs -> N steps on drawn predictions -> sum over k of decay^k (L_state + L_privileged)
+
+An item is one pair of a window and a forecast step k whose true state is in the window's episode; steps behind its end
+are none, and neither a decay nor they change what the sum is divided by. N = 1 is teacher forcing. Free-running
+forecasts on held-out episodes, up to hundreds of steps, judge the model: at a short horizon the two do not differ.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from functional_sl import data, keys, tree
+from functional_sl.bundle import Bundle
+from functional_sl.models import normalizer, rwm
+from functional_sl.models.rwm import Architecture, Model, Scales
+from functional_sl.recipe import Recipe
+from functional_sl.run import figures, files
+from functional_sl.run.cli import option
+from functional_sl.sources import episodes, quadruped
+from functional_sl.sources.episodes import Episodes
+from functional_sl.step import Aux
+
+FILE = "rollouts.safetensors"
+_GREATEST = 1e3  # an error of a forecast, in standard deviations
+_SPLIT = 1  # stream of the data's seed
+
+
+@dataclasses.dataclass(frozen=True)
+class RWM:
+    """Settings of the task; the seed is that of the data alone."""
+
+    path: str | None = option(None, f"Folder of {FILE}: it is read, or generated and written there.", group="Data")
+    worlds: int = option(64, "Robots that run side by side.")
+    steps: int = option(2005, "Control steps of each, over all its episodes.")
+    episode_steps: int = option(401, "Frames of an episode that no fall ends.")
+    data_seed: int = option(0, "Seed of the roll-outs and of the held-out choice.")
+    held_out: float = option(0.15, "Share of the episodes that is kept for validation and evaluation.")
+    history: int = option(32, "M, frames that the model sees.", group="Objective")
+    forecast: int = option(8, "N, steps that it forecasts on its own predictions; 1 is teacher forcing.")
+    decay: float = option(1.0, "Weight of step k is decay^k.")
+    beta: float = option(0.5, "Weight std^(2 beta) of the likelihood; 0 is the plain one.")
+    hidden: int = option(256, "Units of each layer of each GRU.", group="Network")
+    layers: int = option(2, "Layers of each GRU.")
+    head: int = option(128, "Hidden units of each head.")
+    members: int = option(1, "Members of the ensemble, each with a bootstrap sample of every batch.")
+    horizons: tuple[int, ...] = option((1, 8, 32, 100, 368), "Steps of free-running forecasts.", group="Evaluation")
+    evaluation_episodes: int = option(100, "Held-out episodes that are forecast from their beginning, at most.")
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for the first setting, or pair of settings, that cannot be meant."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            numbers = value if isinstance(value, tuple) else (value,)
+            if field.name != "data_seed" and any(isinstance(n, int) and n < 1 for n in numbers):
+                raise ValueError(f"{field.name}={value}: must be positive")
+        if not 0 < self.held_out < 1:
+            raise ValueError(f"held_out={self.held_out}: a share above 0 and below 1")
+        for name in ("decay", "beta"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must lie in [0, 1]")
+        needed = self.history + max(self.horizons, default=0)
+        if not self.horizons or needed > self.episode_steps:
+            raise ValueError(
+                f"horizons={self.horizons}: history={self.history} and the longest need {needed} frames, but "
+                f"episode_steps={self.episode_steps}"
+            )
+
+
+class Frames(NamedTuple):
+    """T frames of episodes one after another, and where windows may begin."""
+
+    state: Tensor  # [T, S] float32
+    action: Tensor  # [T, A] float32, applied in the frame
+    contact: Tensor  # [T, C] bool
+    terminated: Tensor  # [T] bool
+    end: Tensor  # [T] int64, one behind the last frame of its episode
+    anchor: Tensor  # [W] int64, first frames of windows with a whole history and at least one step behind it
+
+
+class Windows(NamedTuple):
+    """B windows of M frames and N forecast steps; what is not valid may hold anything."""
+
+    state: Tensor  # [B, M + N, S]
+    action: Tensor  # [B, M + N - 1, A]
+    contact: Tensor  # [B, N, C] bool
+    terminated: Tensor  # [B, N] bool
+    valid: Tensor  # [B, N] bool
+    weight: Tensor  # [B, members] int64, how often a member's bootstrap sample holds the window
+
+
+class Task(NamedTuple):
+    """The static part of one build."""
+
+    config: RWM
+    architecture: Architecture
+    scales: Scales
+    schema: episodes.Schema
+
+
+class Prepared(NamedTuple):
+    """A task and its data on the CPU."""
+
+    task: Task
+    training: Frames
+    held_out: Frames
+    whole: Frames  # held-out episodes that last for the longest horizon, a window at the beginning of each
+
+
+def prepare(config: RWM) -> Prepared:
+    """Generates or reads the roll-outs and splits them by whole episodes."""
+    stored = _episodes(config)
+    training, held_out = episodes.split(stored, config.held_out, keys.fold_in(keys.key(config.data_seed), _SPLIT))
+    frames = frames_of(training, config.history, 1)
+    whole = whole_episodes(held_out, config.history + max(config.horizons), config.evaluation_episodes)
+    scales = Scales(normalizer.fit(frames.state), normalizer.fit(frames.action))
+    sizes = (frames.state.shape[1], frames.action.shape[1], frames.contact.shape[1])
+    architecture = Architecture(*sizes, config.hidden, config.layers, config.head, config.members)
+    task = Task(config, architecture, scales, stored.schema)
+    return Prepared(task, frames, frames_of(held_out, config.history, config.forecast), whole)
+
+
+def build(config: RWM) -> Recipe:
+    """Generates or reads the roll-outs and returns the task."""
+    task, training, held_out, whole = prepare(config)
+    return Recipe(
+        name="rwm",
+        schema=schema(task),
+        data=training,
+        validation=held_out,
+        init=lambda key: (rwm.init(key, task.architecture), tree.to(tree.clone(task.scales), key.device)),
+        sample=functools.partial(sample, task),
+        count=count,
+        loss=functools.partial(loss, task),
+        batches=functools.partial(batches, task),
+        validate=functools.partial(validate, task),
+        evaluate=functools.partial(evaluate, task, whole),
+        score=lambda found: -found[f"nrmse_{max(config.horizons)}"],
+        bundle=functools.partial(bundle, task, whole),
+        draw=functools.partial(draw, task, whole),
+    )
+
+
+def frames_of(recorded: Episodes, history: int, stride: int) -> Frames:
+    """Returns the frames of episodes; windows begin at every `stride`-th frame of an episode.
+
+    With a stride of N the forecasts of all windows hold every frame behind a history once.
+
+    Raises:
+      ValueError: if no episode is longer than the history.
+    """
+    lengths, first = recorded.lengths, episodes.starts(recorded)
+    start, end = (x.repeat_interleave(lengths) for x in (first, first + lengths))
+    at = torch.arange(len(start))
+    anchor = ((at + history < end) & ((at - start) % stride == 0)).nonzero()[:, 0]
+    if not len(anchor):
+        raise ValueError(f"no episode has more than history={history} frames; the longest has {int(lengths.max())}")
+    values = (recorded.values[name] for name in ("state", "action", "contact", "terminated"))
+    return Frames(*values, end, anchor)
+
+
+def whole_episodes(recorded: Episodes, length: int, at_most: int) -> Frames:
+    """Returns the first episodes of at least `length` frames, with one window at the beginning of each.
+
+    Raises:
+      ValueError: if there is none.
+    """
+    chosen = (recorded.lengths >= length).nonzero()[:at_most, 0]
+    if not len(chosen):
+        longest = int(recorded.lengths.max())
+        raise ValueError(
+            f"no held-out episode has {length} frames, the longest has {longest}: more steps, or shorter horizons"
+        )
+    kept = episodes.select(recorded, chosen)
+    return frames_of(kept, 1, 1)._replace(anchor=episodes.starts(kept))
+
+
+def window(frames: Frames, anchor: Tensor, history: int, forecast: int) -> tuple[Tensor, ...]:
+    """Returns state, action, contact, terminated and valid of `Windows` that begin at `anchor` [B]."""
+    steps = anchor[:, None] + torch.arange(history + forecast, device=anchor.device)
+    end = frames.end[anchor, None]
+    # Behind its end the last frame of the episode stands, never one of the next.
+    inside = torch.minimum(steps, end - 1)
+    ahead = inside[:, history:]
+    return (
+        frames.state[inside],
+        frames.action[inside[:, :-1]],
+        frames.contact[ahead],
+        frames.terminated[ahead],
+        steps[:, history:] < end,
+    )
+
+
+def sample(task: Task, frames: Frames, key: Tensor, batch_size: int) -> Windows:
+    """Returns windows drawn uniformly from all of them, with the bootstrap sample of every member."""
+    c, (chosen, own) = task.config, keys.split(key).unbind(0)
+    anchor = frames.anchor[data.rows(chosen, len(frames.anchor), batch_size)]
+    return Windows(*window(frames, anchor, c.history, c.forecast), bootstrap(own, batch_size, c.members))
+
+
+def bootstrap(key: Tensor, rows: int, members: int) -> Tensor:
+    """Returns how often each of `rows` is in a resample of as many with replacement, [rows, members] int64.
+
+    A single member takes every row once.
+    """
+    if members == 1:
+        return torch.ones(rows, 1, dtype=torch.int64, device=key.device)
+    drawn = keys.randint(key, (members, rows), 0, rows)
+    return (drawn == torch.arange(rows, device=key.device)[:, None, None]).sum(-1)
+
+
+def batches(task: Task, frames: Frames, batch_size: int) -> Iterator[Windows]:
+    """Yields every held-out window once, in order, with the same weight for every member."""
+    c = task.config
+    for anchor in frames.anchor.split(batch_size):
+        weight = torch.ones(len(anchor), c.members, dtype=torch.int64, device=anchor.device)
+        yield Windows(*window(frames, anchor, c.history, c.forecast), weight)
+
+
+def count(batch: Windows) -> Tensor:
+    """Returns the number of valid (window, step) pairs over all members' samples, [] int64."""
+    return (batch.valid.sum(1, dtype=torch.int64)[:, None] * batch.weight).sum()
+
+
+def loss(task: Task, params: Model, scales: Scales, batch: Windows, key: Tensor) -> tuple[Tensor, Aux]:
+    """Returns the summed error of forecasts that go on from what they draw by the key; scales stay as they are."""
+    members, (rows, steps) = task.config.members, batch.valid.shape
+    noise = keys.normal(key, (members, rows, steps - 1, batch.state.shape[-1])) if steps > 1 else None
+    sums = _errors(task, params, scales, batch, noise)
+    return sums.pop("loss"), Aux(scales, tree.map(torch.Tensor.detach, sums))
+
+
+def validate(task: Task, params: Model, scales: Scales, batch: Windows) -> dict[str, Tensor]:
+    """Returns the sums of `loss` for forecasts that go on from their means."""
+    return _errors(task, params, scales, batch, None)
+
+
+def _errors(task: Task, params: Model, scales: Scales, batch: Windows, noise: Tensor | None) -> dict[str, Tensor]:
+    c, valid = task.config, batch.valid
+    # Before any arithmetic: zero times NaN would be NaN in the gradient.
+    seen = valid.any(1)[:, None, None]
+    states = torch.where(seen, batch.state[:, : c.history], 0.0)
+    past, ahead = batch.action[:, : c.history - 1], batch.action[:, c.history - 1 :]
+    actions = torch.cat([torch.where(seen, past, 0.0), torch.where(valid[..., None], ahead, 0.0)], 1)
+    target = torch.where(valid[..., None], batch.state[:, c.history :], 0.0)
+    contact, terminated = batch.contact.to(target), batch.terminated.to(target)
+
+    states, target = (normalizer.normalize(scales.state, x) for x in (states, target))
+    found = rwm.forecast(params, states, normalizer.normalize(scales.action, actions), noise)
+    state = rwm.likelihood(found.mean, found.log_std, target, c.beta).mean(-1)
+    bce = functools.partial(F.binary_cross_entropy_with_logits, reduction="none")
+    touch = bce(found.contact, contact.expand_as(found.contact)).mean(-1)
+    fall = bce(found.termination, terminated.expand_as(found.termination))
+    decay = c.decay ** torch.arange(1, c.forecast + 1, device=state.device)
+    right = ((found.contact > 0) == batch.contact).to(state).mean(-1)
+    parts = {
+        "loss": decay * (state + touch + fall),
+        "state_squared_error": (found.mean - target).square().mean(-1),
+        "contact_loss": touch,
+        "contact_accuracy": right,
+        "termination_loss": fall,
+    }
+    weight = (valid[..., None] * batch.weight[:, None]).permute(2, 0, 1)  # [members, B, N]
+    return {name: torch.where(weight > 0, weight * part, 0.0).sum() for name, part in parts.items()}
+
+
+class Errors(NamedTuple):
+    """Errors of E forecasts over H steps, in units of the training set's standard deviation."""
+
+    squared: Tensor  # [E, H], mean over the state's channels
+    absolute: Tensor  # [E, H], sum over channels
+    scale: Tensor  # [E, H], the true state's sum of absolute values
+
+
+def errors(predicted: Tensor, true: Tensor) -> Errors:
+    """Returns the errors of normalised states [E, H, S]; one is cut at 1000, also where it is no longer finite."""
+    gap = torch.nan_to_num((predicted - true).abs(), nan=_GREATEST).clamp(max=_GREATEST)
+    return Errors(gap.square().mean(-1), gap.sum(-1), true.abs().sum(-1))
+
+
+def figures_of(found: Errors, horizons: tuple[int, ...], prefix: str = "") -> dict[str, float]:
+    """Returns `nrmse_h` and `l1_h`, over all trajectories and steps up to each horizon h.
+
+    The first is the root of the mean squared error; the second the mean of the sum of |error| over that of |state|.
+    """
+    return {
+        f"{prefix}{name}_{h}": value
+        for h in horizons
+        for name, value in (
+            ("nrmse", float(found.squared[:, :h].mean().sqrt())),
+            ("l1", float((found.absolute / found.scale)[:, :h].mean())),
+        )
+    }
+
+
+def free_running(task: Task, whole: Frames, params: Model, scales: Scales) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns forecast, held and true states [E, H, S], normalised, on the host; the forecast feeds means back."""
+    c, like = task.config, params.heads.mean[0].weight
+    horizon = max(c.horizons)
+    state, action, *_ = window(whole, whole.anchor, c.history, horizon)
+    state, action = (normalizer.normalize(n, x.to(like)) for n, x in ((scales.state, state), (scales.action, action)))
+    with torch.no_grad():
+        predicted = rwm.forecast(params, state[:, : c.history], action).mean.mean(0)
+    held = state[:, c.history - 1 : c.history].expand_as(predicted)
+    return predicted.cpu(), held.cpu(), state[:, c.history :].cpu()
+
+
+def evaluate(task: Task, whole: Frames, params: Model, scales: Scales) -> Mapping[str, float]:
+    """Returns the errors of forecasts over held-out episodes, beside those of the state that is held.
+
+    Keys are such as `nrmse_368`, `l1_368`, `hold_nrmse_368` and `hold_l1_368`.
+    """
+    predicted, held, true = free_running(task, whole, params, scales)
+    horizons = task.config.horizons
+    return figures_of(errors(predicted, true), horizons) | figures_of(errors(held, true), horizons, "hold_")
+
+
+def schema(task: Task) -> dict[str, Any]:
+    """Returns what makes data compatible with the model, as JSON."""
+    return {
+        **episodes.as_json(task.schema),
+        "history": task.config.history,
+        "forecast": task.config.forecast,
+    }
+
+
+def bundle(task: Task, whole: Frames, params: Model, scales: Scales) -> Bundle:
+    """Returns the model with all that reading its numbers takes, and two held-out windows to check itself."""
+    c = task.config
+    state, action, *_ = window(whole, whole.anchor[:2], c.history, c.forecast)
+    channels = {x["name"]: x["channels"] for x in episodes.as_json(task.schema)["features"]}
+    return Bundle(
+        predict="functional_sl.models.rwm:predict",
+        arguments={"layers": c.layers},
+        tensors=rwm.named(params, scales),
+        about={
+            "recipe": "rwm",
+            "architecture": task.architecture._asdict(),
+            "inputs": {
+                "states": {
+                    "axes": ["batch", f"{c.history} frames, oldest first", "channel"],
+                    "channels": channels["state"],
+                },
+                "actions": {
+                    "axes": ["batch", "frames of the history, then of the forecast but for its last", "channel"],
+                    "channels": channels["action"],
+                },
+            },
+            "outputs": {
+                "states": "mean forecast, units of the input",
+                "std": "of a step as the model sees it (aleatoric)",
+                "spread": "between members (epistemic); 0 for one member",
+                "contacts": [name for name, _ in channels["contact"]],
+                "terminations": "probability that the robot has fallen",
+            },
+            "normalisation": "(x - mean) / std; std is 1 for a channel that was constant in training",
+            "step_dt": task.schema.step_dt,
+            "data": dict(task.schema.about),
+        },
+        inputs={"states": state[:, : c.history].contiguous(), "actions": action.contiguous()},
+    )
+
+
+def draw(task: Task, whole: Frames, params: Model, scales: Scales, folder: str) -> None:
+    """Draws the error at every step beside the held state's, and the base's velocity in the first episode."""
+    predicted, held, true = free_running(task, whole, params, scales)
+    time = task.schema.step_dt * torch.arange(1, true.shape[1] + 1)
+    curves = [
+        figures.Series(label, time, errors(x, true).squared.mean(0).sqrt())
+        for label, x in (("RWM", predicted), ("hold last", held))
+    ]
+    text = {"title": "Free-running error", "xlabel": "time (s)", "ylabel": "RMSE (standard deviations)"}
+    figures.learning_curve(Path(folder) / "error.png", curves, **text)
+    names = [name for name, _ in task.schema.features[0].channels]
+    for i in range(min(3, len(names))):
+        curves = [figures.Series(label, time, x[0, :, i]) for label, x in (("true", true), ("RWM", predicted))]
+        text = {"title": f"{names[i]} of one episode", "xlabel": "time (s)", "ylabel": "standard deviations"}
+        figures.learning_curve(Path(folder) / f"trajectory_{names[i]}.png", curves, **text)
+
+
+def _episodes(config: RWM) -> Episodes:
+    """Reads the roll-outs from the folder, or generates them and keeps them there."""
+    drawn = {"seed": config.data_seed, "worlds": config.worlds, "steps": config.steps, "longest": config.episode_steps}
+    file = Path(config.path or "").expanduser() / FILE
+    if config.path and file.exists():
+        return quadruped.read(file, drawn)
+    made = quadruped.generate(**drawn)
+    if config.path:
+        # Ranks that find none generate the same bytes, and a file appears as a whole.
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            episodes.write(file, made)
+        except OSError as error:
+            raise ValueError(files.explain(error, file, 4 * tree.size(dict(made.values)))) from error
+    return made
+
+
+_TRAIN = {"optimizer": "adamw", "weight_decay": 1e-5, "lr_schedule": "cosine", "clip_norm": 1.0}
+_PAPER = {
+    "train": _TRAIN
+    | {"updates": 20_000, "batch_size": 1024, "learning_rate": 1e-3, "lr_end": 1e-5, "validate_every": 5_000},
+    "recipe": {"worlds": 512, "steps": 4010},
+}
+# One CPU core, some minutes: a quarter of the units, half of the history.
+_SMALL = {
+    "train": _TRAIN
+    | {"updates": 3_000, "batch_size": 64, "learning_rate": 3e-3, "lr_end": 1e-5, "validate_every": 1_000},
+    "recipe": {"hidden": 64, "head": 64, "history": 16},
+}
+SIZES = {
+    "small": _SMALL,
+    "paper": _PAPER,
+    "three_step": _PAPER | {"recipe": _PAPER["recipe"] | {"forecast": 3}},
+}
+PLACES = ("path",)
