@@ -4,7 +4,8 @@
     python -m experiments.bench_scaling --plot=scaling.png --csv=scaling.csv --points=   # draw what was measured
 
 A point changes one number of the g1 cycle (batch 2048, critic width 256 and actor width half of it, 6 updates), such
-as `batch=512`; `seeds=16` is 16 learners of the small size (batch 128, widths 64 and 32) mapped over in one cycle. On
+as `batch=512`; `seeds=16` is 16 learners of the small size (batch 128, widths 64 and 32) mapped over in one cycle, and
+`processes=16` as many processes with one such learner each, which share the device as the driver lets them. On
 CUDA every point is compiled for its own shapes (`dynamic=False`), about a minute with a cold cache, and captured as
 one graph; `--compile=false` captures the same functions launched kernel by kernel, ready in seconds, slower to run.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import multiprocessing
 import statistics
 import time
 from pathlib import Path
@@ -29,7 +31,10 @@ FAMILIES = {
     "width": (128, 256, 512, 1024),
     "updates": (1, 2, 4, 6, 8, 16),
     "seeds": (1, 4, 16, 64),
+    "processes": (1, 4, 16),
 }
+LEARNERS = ("seeds", "processes")  # families of several learners of the small size
+PATIENCE_S = 600.0  # until all processes are ready
 COLUMNS = ("family", "value", "compute_dtype", "ms_per_cycle", "updates_per_s", "ready_s", "compiled", "device")
 
 
@@ -61,13 +66,15 @@ class Settings:
 
 def case(settings: Settings, family: str, value: int, precision: str) -> learner_sides.Case:
     """Returns the case of a point."""
-    config, spec = bench_learner.setting("small" if family == "seeds" else settings.size)
-    config = dataclasses.replace(config, updates_per_step=2 if family == "seeds" else 6)
+    small = family in LEARNERS
+    config, spec = bench_learner.setting("small" if small else settings.size)
+    config = dataclasses.replace(config, updates_per_step=2 if small else 6)
     changes: dict[str, dict[str, Any]] = {
         "batch": {"batch_size": value},
         "width": {"critic_width": value, "actor_width": value // 2},
         "updates": {"updates_per_step": value},
         "seeds": {},
+        "processes": {},
     }
     config = dataclasses.replace(config, **changes[family])
     compile_ = settings.device == "cuda" if settings.compile is None else settings.compile
@@ -79,6 +86,8 @@ def case(settings: Settings, family: str, value: int, precision: str) -> learner
 def measure(settings: Settings, family: str, value: int, precision: str) -> dict[str, Any]:
     """Builds the cycle of a point and returns its row of the table."""
     point = case(settings, family, value, precision)
+    if family == "processes":
+        return row_of(settings, point, family, value, *together(settings, value, precision))
     begin = time.perf_counter()
     side = learner_sides.build("ours", point)
     ready = time.perf_counter() - begin
@@ -88,11 +97,49 @@ def measure(settings: Settings, family: str, value: int, precision: str) -> dict
             times = timing.by_events(side.cycle, settings.cycles)
         else:
             times = timing.by_clock(side.cycle, side.wait, settings.cycles)
-    ms = statistics.median(times)
-    updates = point.num_seeds * point.config.updates_per_step / ms * 1e3
+    return row_of(settings, point, family, value, statistics.median(times), ready)
+
+
+def row_of(
+    settings: Settings, point: learner_sides.Case, family: str, value: int, ms: float, ready: float
+) -> dict[str, Any]:
+    """Returns the row of a point whose cycle of all learners takes `ms` milliseconds."""
+    learners = value if family in LEARNERS else 1
+    updates = learners * point.config.updates_per_step / ms * 1e3
     device = torch.cuda.get_device_name() if settings.device == "cuda" else "cpu"
-    row = (family, value, precision, round(ms, 4), round(updates, 1), round(ready, 1), point.compile, device)
+    row = (family, value, point.precision, round(ms, 4), round(updates, 1), round(ready, 1), point.compile, device)
     return dict(zip(COLUMNS, row, strict=True))
+
+
+def together(settings: Settings, number: int, precision: str) -> tuple[float, float]:
+    """Returns the mean milliseconds of a cycle in `number` processes at once, and the seconds until all were ready."""
+    context = multiprocessing.get_context("spawn")
+    start, results = context.Barrier(number + 1), context.Queue()
+    arguments = (settings, precision, start, results)
+    workers = [context.Process(target=alone, args=arguments, daemon=True) for _ in range(number)]
+    begin = time.perf_counter()
+    for worker in workers:
+        worker.start()
+    try:
+        start.wait(PATIENCE_S)
+        ready = time.perf_counter() - begin
+        times = [results.get(timeout=PATIENCE_S) for _ in workers]
+    finally:
+        for worker in workers:
+            worker.join(10.0) if start.n_waiting == 0 else worker.terminate()
+    # Rates add up: the cycle of all is the harmonic mean.
+    return statistics.harmonic_mean(times), ready
+
+
+def alone(settings: Settings, precision: str, start: Any, results: Any) -> None:
+    """Times one learner between the others, in a process of its own."""
+    torch.set_num_threads(1)
+    side = learner_sides.build("ours", case(settings, "processes", 1, precision))
+    with learner_sides.products(precision):
+        side.cycle()
+        side.wait()
+        start.wait(PATIENCE_S)
+        results.put(statistics.fmean(timing.by_clock(side.cycle, side.wait, settings.cycles)))
 
 
 def append(path: Path, row: dict[str, Any]) -> None:
@@ -106,14 +153,14 @@ def append(path: Path, row: dict[str, Any]) -> None:
 
 
 def draw(rows: list[dict[str, str]], path: str) -> None:
-    """Draws a panel for each family: milliseconds a cycle, or for seeds updates a second of all learners together."""
+    """Draws a panel for each family: milliseconds a cycle, or updates a second of all learners together."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, NullFormatter
 
     families = [name for name in FAMILIES if any(row["family"] == name for row in rows)]
     figure = Figure(figsize=(3.2 * len(families), 2.8), layout="constrained")
     for axes, family in zip(figure.subplots(1, len(families), squeeze=False)[0], families, strict=True):
-        field = "updates_per_s" if family == "seeds" else "ms_per_cycle"
+        field = "updates_per_s" if family in LEARNERS else "ms_per_cycle"
         for precision in learner_sides.PRECISIONS:
             # A point that was measured again counts as it was last.
             points = {

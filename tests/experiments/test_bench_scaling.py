@@ -57,3 +57,9 @@ def test_points_are_measured_appended_and_drawn(tmp_path, monkeypatch, capsys):
         assert float(row["updates_per_s"]) == pytest.approx(updates / float(row["ms_per_cycle"]) * 1e3, rel=0.01)
     assert picture.read_bytes()[1:4] == b"PNG"
     assert "seeds      2" in capsys.readouterr().out
+
+
+def test_rates_of_processes_add_up(tmp_path):
+    settings = bench_scaling.Settings(cycles=2, csv=str(tmp_path / "scaling.csv"))
+    row = bench_scaling.measure(settings, "processes", 2, "float32")
+    assert row["updates_per_s"] == pytest.approx(2 * 2 / row["ms_per_cycle"] * 1e3, rel=0.01)
