@@ -14,7 +14,6 @@ _MODULES = (
     "inspection",
     "keys",
     "loss_scale",
-    "losses",
     "models",
     "motions",
     "optim",

@@ -9,9 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from functional_sl import tree
-from functional_sl.tree import Tree
-
 
 class LossScaleState(NamedTuple):
     """The scale in use and the way to its next growth."""
@@ -24,8 +21,6 @@ class LossScale(NamedTuple):
     """Closures over static growth and backoff factors."""
 
     init: Callable[..., LossScaleState]  # (device=None) -> state
-    scale: Callable[[LossScaleState, Tensor], Tensor]  # (state, loss) -> loss * scale
-    unscale: Callable[[LossScaleState, Tree], Tree]  # (state, grads) -> grads / scale
     update: Callable[[LossScaleState, Tensor], LossScaleState]  # (state, finite [] bool) -> state
 
 
@@ -70,13 +65,6 @@ def dynamic(
             growth=torch.zeros((), dtype=torch.int64, device=device),
         )
 
-    def scale(state: LossScaleState, loss: Tensor) -> Tensor:
-        return loss * state.scale
-
-    def unscale(state: LossScaleState, grads: Tree) -> Tree:
-        inverse = state.scale.to(torch.float64).reciprocal().to(torch.float32)
-        return tree.map(lambda g: g * inverse, grads)
-
     def update(state: LossScaleState, finite: Tensor) -> LossScaleState:
         growth = state.growth + 1
         grows = growth >= growth_interval
@@ -87,4 +75,4 @@ def dynamic(
             growth=torch.where(finite & ~grows, growth, 0),
         )
 
-    return LossScale(init, scale, unscale, update)
+    return LossScale(init, update)

@@ -161,11 +161,6 @@ def load_yaml(config_class: type[Config], path: str | os.PathLike[str]) -> Confi
     return _build(config_class, _read_yaml(_options(config_class), path))
 
 
-def dump_yaml(config: Any) -> str:
-    """Returns the YAML text that `load_yaml` reads back to an equal config."""
-    return yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True, default_flow_style=None)
-
-
 def digest(config: Any) -> str:
     """Returns the SHA-256 of the config's canonical JSON, in hexadecimal: equal configs, equal digests."""
     return identity.digest(to_dict(config))

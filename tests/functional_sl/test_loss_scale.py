@@ -48,27 +48,6 @@ def test_an_overflow_starts_the_row_anew() -> None:
     assert seen == [(8.0, 1), (8.0, 2), (4.0, 0), (4.0, 1), (4.0, 2), (8.0, 0), (8.0, 1)]
 
 
-def test_unscale_undoes_scale_exactly() -> None:
-    scaler = loss_scale.dynamic()
-    state = scaler.init()
-
-    def loss(w: torch.Tensor) -> torch.Tensor:
-        return (w**3).sum()
-
-    w = torch.tensor([0.3, -1.7, 1e-3])
-    scaled = torch.func.grad(lambda w: scaler.scale(state, loss(w)))(w)
-    assert torch.equal(scaled, torch.func.grad(loss)(w) * 65536)
-    # 65536 is a power of two: only exponents change.
-    assert tree.bits_equal(scaler.unscale(state, {"w": scaled}), {"w": torch.func.grad(loss)(w)})
-
-
-def test_half_precision_losses_scale_in_single_precision() -> None:
-    scaler = loss_scale.dynamic()
-    scaled = scaler.scale(scaler.init(), torch.tensor(4.0, dtype=torch.float16))
-    # 4 * 65536 exceeds float16's largest number, 65504.
-    assert scaled.item() == 262144.0
-
-
 def test_vmap_and_compile_agree_with_a_loop() -> None:
     scaler = loss_scale.dynamic(64.0, growth_interval=2, max_scale=128.0)
     series = random_series(60, 0.7).reshape(20, 3)
