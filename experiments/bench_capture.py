@@ -55,7 +55,8 @@ class Settings:
 
 def configure(settings: Settings, wire_dtype: str = "float32") -> SACConfig:
     """Returns the algorithm's configuration."""
-    changes = {"updates_per_step": settings.updates, "compute_dtype": settings.compute_dtype}
+    # All cycles are of one kind: the actor is counted anew in each.
+    changes = {"updates_per_step": settings.updates, "compute_dtype": settings.compute_dtype, "actor_count": "cycle"}
     return dataclasses.replace(setting(settings.size)[0], **changes, dp_gradient_wire_dtype=wire_dtype)
 
 

@@ -117,7 +117,7 @@ class Played(NamedTuple):
 
 
 def play(task: str, policy: Policy, seed: int, episodes: int) -> Played:
-    """Plays whole episodes with deterministic actions, on a CPU; every evaluation of a seed has the same starts.
+    """Plays whole episodes with deterministic actions, on a CPU in float32, from the same starts in every evaluation.
 
     Args:
       task: gymnasium id.

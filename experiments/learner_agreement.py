@@ -38,7 +38,12 @@ def as_transition(spec: EnvSpec, batch: Batch) -> Transition:
 
 
 def disagreement(
-    config: SACConfig, spec: EnvSpec, updates: int = 3, dtype: torch.dtype = torch.float64, device: str = "cpu"
+    config: SACConfig,
+    spec: EnvSpec,
+    updates: int = 3,
+    dtype: torch.dtype = torch.float64,
+    device: str = "cpu",
+    fused: bool = False,
 ) -> dict[str, float]:
     """Updates both learners from the same parameters on the same batches and noise.
 
@@ -50,7 +55,7 @@ def disagreement(
     """
     config, rows = dataclasses.replace(config, bins=81), config.batch_size
     data = Batch(*(x.to(dtype) for x in transitions(spec, updates * rows, device)))
-    learner = make_learner(config, spec)
+    learner = make_learner(config, spec, fused=fused)
     fresh = learner.init(keys.key(0, device=device))
     state = tree.map(lambda x: x.to(dtype) if x.is_floating_point() else x, fresh)
     module = ModuleLearner(config, spec, data, data.reward.var(), data.reward.amax()).to(dtype)

@@ -36,7 +36,8 @@ class Case:
     def algorithm(self) -> SACConfig:
         """The configuration at this precision."""
         dtype = "bfloat16" if self.precision == "bfloat16" else "float32"
-        return dataclasses.replace(self.config, compute_dtype=dtype)
+        # All cycles are of one kind: the actor is counted anew in each.
+        return dataclasses.replace(self.config, compute_dtype=dtype, actor_count="cycle")
 
     @property
     def device(self) -> torch.device:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 from experiments import curves
 from functional_sac.config import TrainConfig
 from functional_sl.run import cli
+from functional_sl.run.command import as_usage_error
 
 if TYPE_CHECKING:
     from experiments.trial import Job
@@ -114,6 +115,8 @@ def run(settings: Settings) -> str:
             error = future.exception()
             print(f"failed: {error!r}" if error else future.result(), flush=True)
             failures += [error] if error else []
+    if failures and not any(folder.glob("*.csv")):
+        raise failures[0]
     table = report(folder, Path(settings.official))
     if failures:
         raise failures[0]
@@ -124,6 +127,9 @@ def main() -> None:
     """Trains or draws, and prints the table."""
     with cli.exit_on_usage_error("reproduce_mujoco"):
         settings = cli.parse(Settings, program="reproduce_mujoco", description=__doc__).config
+        if not settings.draw:
+            with as_usage_error(ValueError):
+                jobs(settings)
         print(report(Path(settings.draw), Path(settings.official)) if settings.draw else run(settings))
 
 

@@ -8,10 +8,10 @@ Source: Ioffe and Szegedy 2015, arXiv 1502.03167.
 
 from __future__ import annotations
 
-import importlib.util
-
 import torch
 from torch import Tensor
+
+from functional_sl.threefry import builds_kernels
 
 Three = tuple[Tensor, Tensor, Tensor]
 
@@ -97,7 +97,7 @@ def _(
     return x.new_empty(x.shape if inputs else (0,)), scale.new_empty(scale.shape), scale.new_empty(scale.shape)
 
 
-if importlib.util.find_spec("triton") is not None:
+if builds_kernels():
     from functional_sac import batch_norm_kernels
 
     forward.register_kernel("cuda")(batch_norm_kernels.forward)

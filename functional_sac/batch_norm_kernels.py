@@ -36,7 +36,8 @@ def _forward(
         sums += value
         squares += value * value
     average = tl.sum(sums, 0) / rows
-    variance = tl.maximum(tl.sum(squares, 0) / rows - average * average, 0.0)
+    # NaN must stay: it closes the gate.
+    variance = tl.maximum(tl.sum(squares, 0) / rows - average * average, 0.0, propagate_nan=tl.PropagateNan.ALL)
     average += shift
     inverse = 1.0 / tl.sqrt(variance + eps)
     tl.store(mean + affine, average, mask=inside)

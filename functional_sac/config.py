@@ -235,10 +235,17 @@ class TrainConfig(SACConfig):
             "the run ends before learning starts",
         )
         _require(
-            max(self.learning_starts, 1) + (self.n_step - 1) * self.num_envs <= self.env_steps,
+            max(self.learning_starts, 1) + (self.n_step - 1 + self.overlap) * self.num_envs <= self.env_steps,
             self,
-            ("learning_starts", "n_step", "num_envs", "env_steps"),
-            "the run ends before learning starts: the first n - 1 vector steps give no row",
+            ("learning_starts", "n_step", "num_envs", "env_steps", "overlap"),
+            "the run ends before learning starts: the first n - 1 vector steps give no row, and an overlapping cycle "
+            "has those before its step",
+        )
+        _require(
+            not self.overlap or 2 * self.num_envs <= self.replay_capacity,
+            self,
+            ("overlap", "num_envs", "replay_capacity"),
+            "beside the vector step that is being written, another one must fit",
         )
         _require(
             self.resume is None or self.init_from is None,

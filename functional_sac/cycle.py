@@ -67,6 +67,7 @@ def make_learner(
     collectives: Collectives | None = None,
     wrap: Callable[[Region], Region] = lambda region: region,
     fused: bool = False,
+    reserved: int = 0,
 ) -> Learner:
     """Builds the learner of a configuration for a task.
 
@@ -79,10 +80,11 @@ def make_learner(
         sampling, the critics' update, the policy's update, with several ranks the averaging of statistics, and the
         means of metrics. It may compile them or map them over seeds.
       fused: see `make_updates`; to be compiled, and not mapped.
+      reserved: oldest rows of a full replay that are not sampled, see `replay.indices`.
     """
     across = collectives or single()
     updates = make_updates(config, spec, across, fused)
-    regions = _Regions(updates, across)
+    regions = _Regions(updates, across, reserved)
     cycle = _Cycle(
         config, across.size, wrap(regions.sample), wrap(regions.policy), wrap(regions.critics), wrap(regions.average),
         tuple(wrap(regions.summary) for _ in range(phases(config))),
@@ -103,6 +105,7 @@ class _Regions:
 
     updates: Updates
     across: Collectives
+    reserved: int
 
     def sample(
         self, key: Tensor, buffer: replay.ReplayState, scale: reward_scale.RewardScaleState
@@ -110,7 +113,7 @@ class _Regions:
         config, action_dim = self.updates.config, self.updates.spec.action_dim
         key, rows_key, noise_key = keys.split(key, 3)
         k, b = config.updates_per_step, config.batch_size
-        rows = replay.take(buffer, replay.indices(buffer, rows_key, (k * b,)))
+        rows = replay.take(buffer, replay.indices(buffer, rows_key, (k * b,), self.reserved))
         divisor = reward_scale.denominator(scale, config.return_bound)
         return key, {
             "rows": rearrange(rows, "(k b) width -> k b width", k=k),

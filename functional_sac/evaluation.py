@@ -15,7 +15,7 @@ from functional_sac.envs.env import Env, EnvState, averages, finite
 from functional_sac.envs.host import HostEnv
 from functional_sac.networks import Actor, Stats
 from functional_sac.transition import Observation
-from functional_sl import capture
+from functional_sl import capture, tree
 
 LOOK_EVERY = 25  # steps between two looks whether any episode is still running
 
@@ -31,9 +31,37 @@ class Result(NamedTuple):
     terminated: Tensor  # [E] bool, the others reached the time limit
 
 
+class Regions:
+    """Steps of evaluations: called, or captured on a GPU and kept for the next evaluation of the same size."""
+
+    def __init__(self, graph: bool = False) -> None:
+        """Takes whether steps are captured; environments on the host are not."""
+        self._make = capture.Captured if graph else capture.Eager
+        self._kept: dict[int, capture.Captured | capture.Eager] = {}
+
+    def keep(self, episodes: int, fn: Callable[[Any], tuple[Any, Any]]) -> capture.Captured | capture.Eager:
+        """Returns the steps of so many episodes; after the first call `fn` must be the same function of its state."""
+        if episodes not in self._kept:
+            self._kept[episodes] = self._make(fn)
+        return self._kept[episodes]
+
+    @contextlib.contextmanager
+    def once(self, fn: Callable[[Any], tuple[Any, Any]]) -> Iterator[capture.Captured | capture.Eager]:
+        """Yields steps that are used here alone."""
+        with contextlib.closing(self._make(fn)) as region:
+            yield region
+
+    def close(self) -> None:
+        """Frees what was kept."""
+        while self._kept:
+            self._kept.popitem()[1].close()
+
+
 class _Play(NamedTuple):
     """Episodes that are being played."""
 
+    params: Actor
+    stats: Stats
     state: EnvState
     observation: Observation
     running: Tensor  # [E] bool
@@ -41,7 +69,13 @@ class _Play(NamedTuple):
 
 
 def evaluate(
-    env: Env | HostEnv, params: Actor, stats: Stats, key: Tensor, episodes: int, dtype: torch.dtype = torch.float32
+    env: Env | HostEnv,
+    params: Actor,
+    stats: Stats,
+    key: Tensor,
+    episodes: int,
+    dtype: torch.dtype = torch.float32,
+    regions: Regions | None = None,
 ) -> Result:
     """Plays `episodes` environments for one episode each with `tanh(mean)`.
 
@@ -55,8 +89,9 @@ def evaluate(
       key: [2] int64.
       episodes: E.
       dtype: compute type of the matrix products.
+      regions: of evaluations of this environment and this type alone; without, steps are called.
     """
-    device = key.device
+    device, regions = key.device, regions or Regions()
     result = Result(
         returns=torch.zeros(episodes, device=device),
         lengths=torch.zeros(episodes, dtype=torch.int64, device=device),
@@ -64,7 +99,8 @@ def evaluate(
     )
 
     def advance(play: _Play) -> tuple[_Play, tuple[()]]:
-        state, step = env.step(play.state, acting.deterministic(params, stats, play.observation.actor, dtype))
+        action = acting.deterministic(play.params, play.stats, play.observation.actor, dtype)
+        state, step = env.step(play.state, action)
         seen = finite(step.final_observation, torch.zeros_like(step.reward))
         broken = ~(seen & step.reward.isfinite())
         ends, last = play.running & (step.terminated | step.truncated | broken), play.result
@@ -73,26 +109,19 @@ def evaluate(
             lengths=torch.where(ends, step.episode_length, last.lengths),
             terminated=torch.where(ends, step.terminated, last.terminated),
         )
-        return _Play(state, step.observation, play.running & ~ends, result), ()
+        return play._replace(state=state, observation=step.observation, running=play.running & ~ends, result=result), ()
 
-    with env.opened(key, episodes, episodes=1) as start, _region(env, advance, device) as region:
-        play = _Play(*start, torch.ones(episodes, dtype=torch.bool, device=device), result)
+    with env.opened(key, episodes, episodes=1) as start:
+        region = regions.keep(episodes, advance)
+        running = torch.ones(episodes, dtype=torch.bool, device=device)
+        # A capture works in the buffers of its first state, which are nobody else's.
+        play = region.load(tree.clone(_Play(params, stats, *start, running, result)))
         for t in range(env.spec.max_episode_steps):
             # Looking at a device takes longer than a step of the host.
             if t % LOOK_EVERY == 0 and not play.running.any():
                 break
             play, _ = region(play)
-    return play.result
-
-
-@contextlib.contextmanager
-def _region(
-    env: Env | HostEnv, fn: Callable[[Any], tuple[Any, Any]], device: torch.device
-) -> Iterator[capture.Captured | capture.Eager]:
-    """Yields a function of steps: one graph on a GPU, unless the environments live on the host."""
-    graph = isinstance(env, Env) and device.type == "cuda"
-    with contextlib.closing(capture.Captured(fn) if graph else capture.Eager(fn)) as region:
-        yield region
+        return tree.clone(play.result)
 
 
 def _steps(env: Env | HostEnv, policy: Act) -> Callable[[Any], tuple[Any, Tensor]]:
@@ -105,16 +134,18 @@ def _steps(env: Env | HostEnv, policy: Act) -> Callable[[Any], tuple[Any, Tensor
     return advance
 
 
-def measures(env: Env, policy: Act, key: Tensor) -> list[dict[str, float]]:
+def measures(env: Env, policy: Act, key: Tensor, regions: Regions | None = None) -> list[dict[str, float]]:
     """Returns what an environment measures at each step of one episode, see `Env.metrics`.
 
     Args:
       env: an environment that measures.
       policy: observation [1, O] -> action [1, A].
       key: [2] int64; the episode is the one that `frames` shows.
+      regions: see `evaluate`.
     """
     found: list[dict[str, float]] = []
-    with env.opened(key, 1) as pair, _region(env, _steps(env, policy), key.device) as region:
+    with env.opened(key, 1) as pair, (regions or Regions()).once(_steps(env, policy)) as region:
+        pair = tree.clone(pair)
         now = _read(env, pair[0])
         for _ in range(env.spec.max_episode_steps):
             pair, ended = region(pair)
@@ -137,6 +168,7 @@ def frames(
     episodes: int = 1,
     every: int = 1,
     most: int | None = None,
+    regions: Regions | None = None,
 ) -> list[np.ndarray]:
     """Returns the pictures, uint8 [H, W, 3], of whole episodes of one environment: one before each step.
 
@@ -147,6 +179,7 @@ def frames(
       episodes: how many; each takes at most the task's `max_episode_steps` steps.
       every: takes the picture of every n-th step only, the first included.
       most: ends with so many pictures; without a number, with the last episode.
+      regions: see `evaluate`.
 
     Raises:
       ValueError: if the environment has no picture.
@@ -155,7 +188,8 @@ def frames(
     if env.render is None:
         raise ValueError(f"task {env.spec.task!r} cannot be drawn")
     pictures: list[np.ndarray] = []
-    with env.opened(key, 1, drawn=True) as pair, _region(env, _steps(env, policy), key.device) as region:
+    with env.opened(key, 1, drawn=True) as pair, (regions or Regions()).once(_steps(env, policy)) as region:
+        pair = tree.clone(pair)
         for t in range(episodes * env.spec.max_episode_steps):
             if t % every == 0:
                 pictures.append(env.render(pair[0], 0))

@@ -2,8 +2,8 @@
 
 Networks are stacked, so that both critics and both target critics go forward as one batch of four. Activations are
 kept once, in the type of the products; weights are cast once an update; batch norm is an op of its own in both
-directions (`batch_norm`); sizes are padded to multiples of eight, which matrix units want, with zeros that change
-nothing. What follows the trunk is differentiated by `torch.func.grad` as everywhere else.
+directions (`batch_norm`); inputs and heads are padded to multiples of eight, which matrix units want, with zeros that
+change nothing. What follows the trunk is differentiated by `torch.func.grad` as everywhere else.
 """
 
 from __future__ import annotations

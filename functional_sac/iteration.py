@@ -189,11 +189,12 @@ Mapped = Callable[..., Callable[..., Any]]
 def overlapped(iteration: Iteration, mapped: Mapped, state: TrainState, random: bool, phase: int) -> TrainState:
     """Returns the state after one vector step and one cycle, of which neither waits for the other.
 
-    The cycle draws from the replay and the reward scale as they were before the step. Its policy acts in the next
-    step, as after `step` and `learn`.
+    The cycle draws from the replay and the reward scale as they were before the step; of a full replay the rows that
+    the step overwrites are left out, so that a capture's warm-ups, which write them too, change nothing. Its policy
+    acts in the next step, as after `step` and `learn`.
 
     Args:
-      iteration: of a run whose environments are pure.
+      iteration: of a run whose environments are pure and whose learner reserves a vector step's rows.
       mapped: `(function, **static) -> function`, over seeds where there are several.
       state: of the run.
       random: see `Iteration.act`.
@@ -201,7 +202,7 @@ def overlapped(iteration: Iteration, mapped: Mapped, state: TrainState, random: 
     """
     state, action = mapped(iteration.act, random=random)(state)
     learned, stepped = capture.side_by_side(
-        lambda: iteration.learn(state, phase), lambda: mapped(iteration.env.step)(state.env, action)
+        lambda: iteration.learn(state, phase), lambda: mapped(iteration.env.step)(state.env, action), action.device
     )
     return mapped(iteration.store)(learned, action, *stepped)
 

@@ -16,10 +16,11 @@ from functional_sac import environment, evaluation, opening, plan, reporting, re
 from functional_sac.config import TrainConfig
 from functional_sac.envs.env import averages
 from functional_sac.envs.host import RenderError
+from functional_sac.evaluation import Regions
 from functional_sac.iteration import Episodes, TrainState, stacked
 from functional_sac.opening import Run
 from functional_sac.reporting import Mark
-from functional_sl import keys, tree
+from functional_sl import capture, keys, tree
 from functional_sl.parallel.world import broadcast, gather, guard, stop_requested
 from functional_sl.run import signals
 from functional_sl.run.progress import Progress
@@ -31,8 +32,7 @@ EVALUATION_STREAM = 0x5EED  # apart from every stream that training draws from t
 def train(config: TrainConfig, given: frozenset[str] = frozenset()) -> dict[str, Any]:
     """Trains as configured and returns the summary; see `functional_sac.train.run`."""
     with torch.no_grad(), signals.Stop() as stop, opening.open_run(config, given) as run:
-        loop = _Loop(run)
-        with _progress(run) as progress:
+        with contextlib.closing(_Loop(run)) as loop, _progress(run) as progress:
             for note in (f"run folder: {run.run_dir}", *run.start.notes):
                 progress.write(note)
             while not loop.done:
@@ -69,6 +69,12 @@ class _Loop:
         self._refused, self._said_refused = 0, 0  # steps of all ranks whose numbers were not finite, by the last record
         self._overflowed, self._said_overflowed = set(), set()  # capacities of the simulator that were exceeded
         self._finished, self.stopped = False, ""
+        # Whoever trains without graphs evaluates without them.
+        self._regions = Regions(isinstance(run.iterate, capture.Captured))
+
+    def close(self) -> None:
+        """Frees what evaluations have captured."""
+        self._regions.close()
 
     @property
     def done(self) -> bool:
@@ -179,13 +185,13 @@ class _Loop:
         if env.render is not None:
             try:
                 most = None if env.sketched is None else reporting.HOST_PICTURES
-                reporting.film(self._run.run_dir / "policy.gif", env, *shown, most)
+                reporting.film(self._run.run_dir / "policy.gif", env, *shown, most, self._regions)
             except RenderError as error:
                 progress.write(f"no film of the policy: {error}")
             if env.sketched is not None and env.sketched():
                 progress.write(f"policy.gif shows a sketch of the robot: {env.sketched()}")
         if environment.samples(self._config):
-            reporting.draw_tracking(self._run.run_dir / "tracking_error.png", env, *shown)
+            reporting.draw_tracking(self._run.run_dir / "tracking_error.png", env, *shown, self._regions)
 
     def _score(self) -> float | None:
         return self._evaluation.get("eval_return_mean")
@@ -243,7 +249,10 @@ class _Loop:
         pairs = zip(self._policies(), self._evaluation_keys(), strict=True)
         episodes = self._config.eval_episodes
         return reporting.evaluated(
-            [evaluation.evaluate(self._run.eval_env, *policy, key, episodes, self._dtype()) for policy, key in pairs]
+            [
+                evaluation.evaluate(self._run.eval_env, *policy, key, episodes, self._dtype(), self._regions)
+                for policy, key in pairs
+            ]
         )
 
     def _policies(self) -> list[tuple[Any, Any]]:

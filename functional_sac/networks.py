@@ -213,7 +213,11 @@ def _linear(x: Tensor, w: Tensor, dtype: torch.dtype) -> Tensor:
     if x.is_cuda and torch.compiler.is_compiling():
         outputs = w.shape[0]
         x, w = padded(x), F.pad(padded(w), (0, 0, 0, -outputs % ALIGNMENT))
-        return F.linear(x.to(dtype), w.to(dtype))[..., :outputs]
+        return _product(x, w, dtype)[..., :outputs]
+    return _product(x, w, dtype)
+
+
+def _product(x: Tensor, w: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype == torch.float32:  # keeps float64 inputs float64, for tests in higher precision
         return F.linear(x, w)
     return F.linear(x.to(dtype), w.to(dtype))

@@ -104,7 +104,8 @@ def _open(asked: Request, ranks: Replicas, dog: Watchdog) -> Run:
         _make_deterministic(config.deterministic)
         env, eval_env = _environments(config, ranks)
         _check_idling(env, config, ranks)
-        learner = make_learner(config, env.spec, ranks.collectives, _wrap(config), _fuses(config, ranks))
+        reserved = config.num_envs if config.overlap else 0
+        learner = make_learner(config, env.spec, ranks.collectives, _wrap(config), _fuses(config, ranks), reserved)
         iteration = make_iteration(config, env, learner, ranks.collectives)
         fresh = _init(iteration, config, ranks)
         states, start = restoring.restore(fresh, config, ranks, source)

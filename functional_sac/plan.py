@@ -21,7 +21,7 @@ class Turn(NamedTuple):
     """What one vector step does."""
 
     random: bool  # uniform actions instead of the policy's
-    learn: bool  # a cycle after the step
+    learn: bool  # a cycle after the step, or beside it
 
 
 def settle(config: TrainConfig, ranks: int = 1) -> TrainConfig:
@@ -57,9 +57,12 @@ def total_updates(config: TrainConfig, ranks: int = 1) -> int:
 
 
 def next_learning_step(config: TrainConfig) -> int:
-    """Returns the number, from 1, of the first vector step after which each rank's replay holds enough to learn."""
+    """Returns the number, from 1, of the first vector step with a cycle: each rank's replay holds enough for it.
+
+    The cycle comes after the step; one that overlaps with it has the rows before it alone, hence a step later.
+    """
     rows = max(config.learning_starts, 1)
-    return math.ceil(rows / config.num_envs) + config.n_step - 1
+    return math.ceil(rows / config.num_envs) + config.n_step - 1 + config.overlap
 
 
 def turn(config: TrainConfig, inserted: int, learned: bool) -> Turn:

@@ -16,7 +16,7 @@ from functional_sac import environment, evaluation, reporting, trained
 from functional_sac.envs import robot
 from functional_sac.envs.env import Env, EnvSpec, EnvState
 from functional_sac.envs.host import HostEnv, HostState
-from functional_sac.evaluation import Result
+from functional_sac.evaluation import Regions, Result
 from functional_sac.loop import EVALUATION_STREAM
 from functional_sac.trained import Trained
 from functional_sac.transition import Observation
@@ -91,11 +91,17 @@ def evaluate(policy: Trained, env: Env | HostEnv, key: Tensor, episodes: int, nu
       One entry an episode.
     """
     num_envs = min(num_envs, episodes)
-    blocks = [
-        evaluation.evaluate(_part(env, start), policy.params, policy.stats, key, num_envs, policy.dtype)
-        for start in range(0, episodes, num_envs)
-    ]
+    with contextlib.closing(_regions(policy, env, key)) as regions:
+        blocks = [
+            evaluation.evaluate(_part(env, start), policy.params, policy.stats, key, num_envs, policy.dtype, regions)
+            for start in range(0, episodes, num_envs)
+        ]
     return Result(*(torch.cat(parts)[:episodes].cpu() for parts in zip(*blocks, strict=True)))
+
+
+def _regions(policy: Trained, env: Env | HostEnv, key: Tensor) -> Regions:
+    """Returns captured steps on a GPU, if the policy was trained with graphs too."""
+    return Regions(key.is_cuda and isinstance(env, Env) and policy.config.compile == "true")
 
 
 def _part(env: Env | HostEnv, start: int) -> Env | HostEnv | _HostPart:
@@ -183,7 +189,9 @@ def _tracking(policy: Trained, env: Env | HostEnv, key: Tensor, name: str) -> di
     path = _writable(name, "tracking_error")
     if not environment.samples(policy.config) or path.suffix != ".png":
         raise ValueError(f"--tracking_error={name}: takes a policy that tracks motions, and a name that ends in .png")
-    return reporting.draw_tracking(path, env, (policy.params, policy.stats), key, policy.dtype)
+    return reporting.draw_tracking(
+        path, env, (policy.params, policy.stats), key, policy.dtype, _regions(policy, env, key)
+    )
 
 
 def _writable(name: str, flag: str) -> Path:
@@ -200,6 +208,6 @@ def _film(policy: Trained, env: Env | HostEnv, key: Tensor, name: str) -> None:
     path = _writable(name, "video")
     try:
         films.check(path, 1 / (stride * env.spec.control_dt))
-        reporting.film(path, env, (policy.params, policy.stats), key, policy.dtype)
+        reporting.film(path, env, (policy.params, policy.stats), key, policy.dtype, regions=_regions(policy, env, key))
     except RuntimeError as error:  # no ffmpeg, no graphics, a full disk
         raise ValueError(f"--video={name}: {error}; leave --video out, or name another file") from error

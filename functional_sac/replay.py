@@ -176,12 +176,23 @@ def _fold(window: Tensor, columns: Fields, gamma: float) -> Tensor:
     return torch.cat([window[0, :, :start], tail], -1)
 
 
-def indices(state: ReplayState, key: Tensor, shape: tuple[int, ...]) -> Tensor:
+def indices(state: ReplayState, key: Tensor, shape: tuple[int, ...], reserved: int = 0) -> Tensor:
     """Draws row indices uniformly with replacement from the rows that hold a transition, int64 [shape].
 
-    While none does, because no step was valid, they are all 0: a row of zeros.
+    While none does, because no step was valid, they are all the same: a row of zeros.
+
+    Args:
+      state: the buffer.
+      key: [2] int64.
+      shape: of the result.
+      reserved: so many of the oldest rows of a full buffer are left out. Who samples while a step of N environments
+        is being written reserves N: those are the rows that it overwrites.
     """
-    return keys.randint(key, shape, 0, torch.clamp(state.size, min=1))
+    if not reserved:
+        return keys.randint(key, shape, 0, torch.clamp(state.size, min=1))
+    capacity = state.rows.shape[0]
+    age = keys.randint(key, shape, 0, torch.clamp(state.size, min=1, max=capacity - reserved))
+    return (state.cursor - 1 - age) % capacity
 
 
 def take(state: ReplayState, rows: Tensor) -> Tensor:

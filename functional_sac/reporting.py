@@ -14,7 +14,7 @@ from torch import Tensor
 from functional_sac import acting, evaluation, reward_scale
 from functional_sac.envs.env import Env, EnvSpec
 from functional_sac.envs.host import HostEnv
-from functional_sac.evaluation import Result
+from functional_sac.evaluation import Regions, Result
 from functional_sac.iteration import Episodes, TrainState
 from functional_sl.run import figures, files, runlog, video
 from functional_sl.schedules import Schedule
@@ -120,6 +120,7 @@ def film(
     key: Tensor,
     dtype: torch.dtype,
     most: int | None = None,
+    regions: Regions | None = None,
 ) -> None:
     """Writes one deterministic episode, of an environment on the host its beginning, as a GIF in real time.
 
@@ -130,6 +131,7 @@ def film(
       key: [2] int64.
       dtype: of the products.
       most: ends with so many pictures.
+      regions: see `evaluation.evaluate`.
 
     Raises:
       RunError: if it cannot be written.
@@ -139,12 +141,19 @@ def film(
     stride = max(1, round(1 / (25 * env.spec.control_dt)))
     most = HOST_PICTURES if isinstance(env, HostEnv) else most
     policy_of = functools.partial(acting.deterministic, params, stats, dtype=dtype)
-    pictures = evaluation.frames(env, policy_of, key, every=stride, most=most)
+    pictures = evaluation.frames(env, policy_of, key, every=stride, most=most, regions=regions)
     with _writing(path):
         video.write(path, pictures, 1 / (stride * env.spec.control_dt))
 
 
-def draw_tracking(path: Path, env: Env, policy: tuple[Any, Any], key: Tensor, dtype: torch.dtype) -> dict[str, float]:
+def draw_tracking(
+    path: Path,
+    env: Env,
+    policy: tuple[Any, Any],
+    key: Tensor,
+    dtype: torch.dtype,
+    regions: Regions | None = None,
+) -> dict[str, float]:
     """Draws how far each body is from its reference in one deterministic episode, that of `film`.
 
     Returns:
@@ -154,7 +163,8 @@ def draw_tracking(path: Path, env: Env, policy: tuple[Any, Any], key: Tensor, dt
       RunError: if it cannot be written.
     """
     params, stats = policy
-    measured = evaluation.measures(env, functools.partial(acting.deterministic, params, stats, dtype=dtype), key)
+    policy_of = functools.partial(acting.deterministic, params, stats, dtype=dtype)
+    measured = evaluation.measures(env, policy_of, key, regions)
     bodies = [name.removeprefix(BODY_ERROR) for name in measured[0] if name.startswith(BODY_ERROR)]
     columns = {body: [step.get(BODY_ERROR + body) for step in measured] for body in bodies}
     records = [

@@ -88,15 +88,20 @@ def mapped(fn: Callable[..., tree.Tree]) -> Callable[..., tree.Tree]:
     return call
 
 
-def side_by_side(first: Callable[[], A], second: Callable[[], B]) -> tuple[A, B]:
+def side_by_side(first: Callable[[], A], second: Callable[[], B], device: torch.device) -> tuple[A, B]:
     """Returns what two functions return that need nothing of each other.
 
     On a GPU the first one's kernels are launched on a stream of their own, which in a capture makes two branches of
     the graph. Both must hold all that they read until they return, and write nothing that the other one reads.
+
+    Args:
+      first: makes one result.
+      second: makes the other one.
+      device: on which both compute.
     """
-    if not torch.cuda.is_available():
+    if device.type != "cuda":
         return first(), second()
-    here = torch.cuda.current_stream()
+    here = torch.cuda.current_stream(device)
     branch = _side_stream(here.device.index, "branch")
     branch.wait_stream(here)
     with torch.cuda.stream(branch):
@@ -151,8 +156,8 @@ class Captured:
     The first call adopts the buffers of the state that it is given: from then on they hold the newest state, and
     every call returns that same tree. Each combination of static arguments has a graph of its own over the same
     buffers. A call warms up by running the function on the state and dropping the results, so an effect in place
-    (a replay buffer's insert) must be one that the following replay repeats. Outputs live in the graph's memory
-    until its next replay.
+    (a replay buffer's insert) must be one that the following replay repeats, and that nothing reads before. Outputs
+    live in the graph's memory until its next replay.
 
     Attributes:
       captures: number of graphs captured so far.
@@ -216,9 +221,10 @@ class Captured:
         for target, source, name in pairs:
             if target.shape != source.shape or target.dtype != source.dtype:
                 raise ValueError(f"leaf {name!r} is {_kind(source)}, the captured state holds {_kind(target)}")
-        for target, source, _ in pairs:
-            if target is not source:
-                target.copy_(source)
+        moved = [(target, source) for target, source, _ in pairs if not _same(target, source)]
+        sources = _apart([source for _, source in moved], tree.leaves(self._state))
+        for (target, _), source in zip(moved, sources, strict=True):
+            target.copy_(source)
         return self._state
 
     def close(self) -> None:
@@ -277,13 +283,12 @@ class Captured:
     def _donate(self, new: tree.Tree) -> None:
         """Copies the new state into the owned buffers."""
         targets = tree.leaves(self._state)
-        owned = {leaf.untyped_storage().data_ptr() for leaf in targets}
-        pairs = [(t, n) for t, n in zip(targets, _check(self._state, new), strict=True) if n.data_ptr() != t.data_ptr()]
-        # A new leaf that lies in another's old buffer is taken out before that buffer is overwritten.
-        sources = [n.clone() if n.untyped_storage().data_ptr() in owned else n for _, n in pairs]
-        for (target, _), source in zip(pairs, sources, strict=True):
+        pairs = list(zip(targets, _check(self._state, new), strict=True))
+        for target, source in pairs:
             if target.shape != source.shape or target.dtype != source.dtype:
                 raise ValueError(f"a new leaf is {_kind(source)}, the old one {_kind(target)}")
+        pairs = [(target, source) for target, source in pairs if not _same(target, source)]
+        sources = _apart([source for _, source in pairs], targets)
         # Of one dtype many copies are one kernel.
         for dtype in {target.dtype for target, _ in pairs}:
             chosen = [(t, s) for (t, _), s in zip(pairs, sources, strict=True) if t.dtype == dtype]
@@ -308,6 +313,17 @@ def _check(expected: tree.Tree, found: tree.Tree) -> list[Tensor]:
     if structure != other:
         raise ValueError(f"the captured structure is {structure}, found {other}")
     return leaves
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Tells whether two tensors of one shape and dtype are the same numbers in the same memory."""
+    return a.data_ptr() == b.data_ptr() and a.stride() == b.stride()
+
+
+def _apart(sources: list[Tensor], targets: list[Tensor]) -> list[Tensor]:
+    """Returns the sources, those that lie in the memory of targets taken out before that is overwritten."""
+    owned = {leaf.untyped_storage().data_ptr() for leaf in targets}
+    return [x.clone() if x.untyped_storage().data_ptr() in owned else x for x in sources]
 
 
 def _kind(leaf: Tensor) -> str:

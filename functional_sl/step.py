@@ -109,6 +109,8 @@ def make_step(
     def update(state: StepState, *inputs: tree.Tree, scale: Tensor | None = None) -> tuple[StepState, Tensor, Aux]:
         if gradient is None:
             grads, value, aux = _accumulate(loss, accumulation, state, inputs, scale)
+        elif scale is not None:
+            raise ValueError("scale: a gradient that is written out knows no loss scale")
         else:
             grads, value, aux = gradient(state.params, state.stats, *inputs)
         layout, own = layout_of(grads), wire.sentinel(value, grads)

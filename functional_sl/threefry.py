@@ -198,7 +198,7 @@ def _batch_first(x: Tensor, dim: int | None, missing: int) -> Tensor:
     return x if dim is None else x.movedim(dim, 0)[(slice(None), *[None] * missing)]
 
 
-def _builds_kernels() -> bool:
+def builds_kernels() -> bool:
     """Tells whether Triton is there, and a C compiler, with which it builds what launches a kernel."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     return importlib.util.find_spec("triton") is not None and bool(compiler)
@@ -216,6 +216,6 @@ if not hasattr(torch.ops.functional_sl, "threefry2x32"):
     torch.library.impl("functional_sl::threefry_draw", "default", _draw_torch)
     torch.library.register_fake("functional_sl::threefry_draw", _draw_fake)
     torch.library.register_vmap("functional_sl::threefry_draw", _draw_vmap)
-    if _builds_kernels():
+    if builds_kernels():
         torch.library.impl("functional_sl::threefry2x32", "cuda", _hash_cuda)
         torch.library.impl("functional_sl::threefry_draw", "cuda", _draw_cuda)

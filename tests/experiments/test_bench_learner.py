@@ -35,8 +35,9 @@ def config(**changes: object) -> SACConfig:
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("changes", [{}, {"num_blocks": 1, "n_step": 3, "lr_init": 1e-5, "lr_warmup_updates": 2}])
-def test_both_learners_agree_to_the_rounding_of_float64(spec, changes):
-    gaps = learner_agreement.disagreement(config(**changes), spec)
+@pytest.mark.parametrize("fused", [False, True])
+def test_both_learners_agree_to_the_rounding_of_float64(spec, changes, fused):
+    gaps = learner_agreement.disagreement(config(**changes), spec, fused=fused)
     # 2**-52 is 2.2e-16; Adam divides by sqrt(nu) + 1e-8, so a first step may enlarge rounding 1e4-fold (lr / eps).
     assert max(gaps.values()) < 1e-12, gaps
 

@@ -75,6 +75,8 @@ def test_the_edges_pass(given: dict) -> None:
         ({"env_steps": 99_999}, "learning_starts=100000, batch_size=2048, env_steps=99999"),
         ({"learning_starts": 0, "env_steps": 2047}, "batch_size=2048, env_steps=2047"),
         ({"n_step": 3, "num_envs": 1024, "env_steps": 102_000}, "n_step=3, num_envs=1024, env_steps=102000"),
+        ({"overlap": True, "num_envs": 1024, "env_steps": 101_000}, "num_envs=1024, env_steps=101000, overlap=True"),
+        ({"overlap": True, "num_envs": 50, "replay_capacity": 99, "learning_starts": 9, "batch_size": 8}, "overlap"),
         ({"resume": "a", "init_from": "b"}, "resume=a, init_from=b"),
         ({"task": "g1_walk_flat", "num_seeds": 2}, "num_seeds=2, task=g1_walk_flat: .* one seed a process"),
         ({"geometry": "cheap"}, "geometry=cheap, task=pendulum: only g1_motion_tracking, g1_walk_flat, go2_joystick"),

@@ -15,8 +15,9 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 
 @pytest.mark.parametrize("compile", ["true", "false"])
-def test_runs_and_resumes_are_equal_bit_by_bit(tmp_path: Path, compile: str) -> None:
-    where = {"device": "cuda", "compile": compile}
+@pytest.mark.parametrize("changes", [{}, {"overlap": True, "replay_capacity": 20}], ids=["plain", "overlap, full ring"])
+def test_runs_and_resumes_are_equal_bit_by_bit(tmp_path: Path, compile: str, changes: dict) -> None:
+    where = {"device": "cuda", "compile": compile, **changes}
     with tiny_runs.prepared():
         tiny_runs.run(tmp_path / "straight", **where)
         tiny_runs.run(tmp_path / "again", **where)

@@ -57,9 +57,13 @@ def agree(found: tuple, expected: tuple, tolerance: float) -> None:
         assert (a - b).abs().max() <= tolerance * b.abs().max().clamp_min(1e-3), name
 
 
+SHAPES = [{}, {"num_blocks": 1, "critic_width": 5, "actor_width": 9, "bins": 7, "bc_alpha": 0.0, "n_step": 3}]
+
+
 @pytest.mark.parametrize(("products", "dtype", "tolerance"), KINDS)
-def test_the_critics_gradient(products: str, dtype: torch.dtype, tolerance: float) -> None:
-    loss, state = start(dtype, compute_dtype=products)
+@pytest.mark.parametrize("changes", SHAPES, ids=["even", "odd"])
+def test_the_critics_gradient(products: str, dtype: torch.dtype, tolerance: float, changes: dict) -> None:
+    loss, state = start(dtype, compute_dtype=products, **changes)
     values, noise = batch(dtype), keys.normal(keys.key(5), (12, 3)).to(dtype)
     frozen = (state.actor.params, state.actor.stats, state.temperature.params, values, noise)
     goal = loss.critic_goal(state.target, state.critic.stats.target, *frozen)
@@ -71,8 +75,9 @@ def test_the_critics_gradient(products: str, dtype: torch.dtype, tolerance: floa
 
 
 @pytest.mark.parametrize(("products", "dtype", "tolerance"), KINDS)
-def test_the_actors_gradient(products: str, dtype: torch.dtype, tolerance: float) -> None:
-    loss, state = start(dtype, compute_dtype=products)
+@pytest.mark.parametrize("changes", SHAPES, ids=["even", "odd"])
+def test_the_actors_gradient(products: str, dtype: torch.dtype, tolerance: float, changes: dict) -> None:
+    loss, state = start(dtype, compute_dtype=products, **changes)
     values, noise = batch(dtype), keys.normal(keys.key(5), (24, 3)).to(dtype)
     frozen = (state.critic.params, state.critic.stats.online, state.temperature.params, values, noise)
     grads, (value, aux) = torch.func.grad_and_value(loss.actor, has_aux=True)(
@@ -102,10 +107,14 @@ def test_three_fused_updates_are_three_updates() -> None:
     torch.testing.assert_close(states[1], states[0], rtol=0, atol=2e-5)
 
 
-def test_a_loss_that_is_not_finite_closes_the_gate() -> None:
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+@pytest.mark.parametrize("where", ["reward", "observation", "next_observation"])
+def test_numbers_that_are_not_finite_close_the_gate(where: str, number: float) -> None:
     made = updates.make_updates(CONFIG, SPEC, single(), True)
     state, values = made.init(keys.key(1)), batch(torch.float32)
-    broken = values._replace(reward=torch.full((12,), torch.nan))
+    broken = tree.clone(values)
+    for leaf in tree.leaves(getattr(broken, where)):
+        leaf.reshape(-1)[0] = number
     part = updates.CriticPart(state.critic, state.target, state.scale)
     frozen = (state.actor.params, state.actor.stats, state.temperature.params)
     after, _ = made.critics(part, *frozen, broken, keys.normal(keys.key(3), (12, 3)))

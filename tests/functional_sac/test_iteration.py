@@ -199,6 +199,25 @@ def test_overlapped_learning_draws_from_the_replay_before_the_step(seeds: int) -
     assert not tree.bits_equal(found.sac.critic.params, late.sac.critic.params)
 
 
+@pytest.mark.parametrize("capacity", [8, 10, 100])
+def test_dropped_calls_of_an_overlapped_iteration_change_nothing(capacity: int) -> None:
+    """As a capture's warm-ups are dropped, whose rows lie in the replay already; on a full one they overwrite."""
+    config = dataclasses.replace(SMALL, replay_capacity=capacity, learning_starts=0)
+    env = count(4, weight=1.0)
+    loop = iteration.make_iteration(config, env, cycle.make_learner(config, env.spec, reserved=config.num_envs))
+    state = loop.init(keys.key(0))
+    for _ in range(5):
+        state = loop.step(state, True)
+
+    def call(state: TrainState) -> TrainState:
+        return iteration.overlapped(loop, functools.partial, state, False, 0)
+
+    once, warmed = call(tree.clone(state)), tree.clone(state)
+    for _ in range(2):
+        call(warmed)
+    assert_bits_equal(call(warmed), once)
+
+
 def _cycle(loop: Iteration) -> Callable:
     return lambda *arguments: torch.func.vmap(loop.learner.cycle, (0, 0, 0, None))(*arguments)
 

@@ -65,13 +65,17 @@ def test_an_evaluation_is_logged_and_none_can_be_had() -> None:
 @pytest.mark.parametrize("n_step", [1, 3])
 @pytest.mark.parametrize("learning_starts", [0, 1, 4, 10, 12])
 @pytest.mark.parametrize("num_envs", [1, 3, 4])
-def test_learning_starts_when_the_replay_holds_enough(n_step: int, learning_starts: int, num_envs: int) -> None:
-    """A replay gives its first rows after n vector steps; total updates are those of the walk."""
-    config = run(n_step=n_step, learning_starts=learning_starts, num_envs=num_envs, updates_per_step=3)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_learning_starts_when_the_replay_holds_enough(
+    n_step: int, learning_starts: int, num_envs: int, overlap: bool
+) -> None:
+    """A replay gives its first rows after n vector steps; a cycle beside a step has those before it."""
+    changes = {"learning_starts": learning_starts, "num_envs": num_envs, "updates_per_step": 3, "overlap": overlap}
+    config = run(n_step=n_step, **changes)
     inserted = updates = 0
     for _ in range(plan.vector_steps(config)):
         turn = plan.turn(config, inserted, learned=updates > 0)
-        rows = max(0, inserted + 1 - (n_step - 1)) * num_envs
+        rows = max(0, inserted + 1 - overlap - (n_step - 1)) * num_envs
         assert turn.learn == (rows >= max(learning_starts, 1))
         # The first step that learns is still taken at random: its action comes before the update.
         assert turn.random == (updates == 0)

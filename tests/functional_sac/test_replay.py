@@ -171,6 +171,17 @@ def test_indices_are_uniform_over_the_filled_rows(size: int) -> None:
     assert ((observed - 800) ** 2 / 800).sum() < {1: 1e-9, 13: 39.1, 64: 113}[size]
 
 
+@pytest.mark.parametrize(
+    ("size", "cursor", "expected"),
+    [(3, 3, [0, 1, 2]), (8, 8, [1, 2, 3, 4, 5, 6, 7]), (10, 4, [0, 1, 2, 3, 7, 8, 9]), (0, 0, [9])],
+)
+def test_reserved_rows_are_those_that_the_next_step_overwrites(size: int, cursor: int, expected: list[int]) -> None:
+    """Ten rows, three environments: never more than the newest seven."""
+    state = replay.init(COLUMNS, 10, 3)._replace(size=torch.tensor(size), cursor=torch.tensor(cursor % 10))
+    found = set(replay.indices(state, keys.key(0), (500,), reserved=3).tolist())
+    assert found == set(expected)
+
+
 def test_indices_beyond_two_to_the_31() -> None:
     state = replay.init(COLUMNS, 4, 1)._replace(size=torch.tensor(3 * 2**30))
     drawn = replay.indices(state, keys.key(0), (1000,))

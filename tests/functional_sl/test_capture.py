@@ -156,3 +156,31 @@ def test_states_and_inputs_are_checked() -> None:
         captured(owned, torch.ones(4, device="cuda"), double=False)
     with pytest.raises(ValueError, match="'here'"):
         captured.load(owned._replace(here=torch.zeros(4, device="cuda")))
+
+
+def owner() -> tuple[capture.Captured, dict[str, Tensor]]:
+    """Returns an object that owns two square leaves; what it does with them needs no GPU."""
+    captured, state = (
+        capture.Captured(lambda state: (state, ())),
+        {"a": torch.eye(2) + 1, "b": torch.arange(4.0).view(2, 2)},
+    )
+    captured._state = state
+    return captured, state
+
+
+@pytest.mark.parametrize("move", [capture.Captured._donate, capture.Captured.load])
+def test_leaves_in_each_others_memory_change_places(move) -> None:
+    captured, state = owner()
+    a, b = tree.clone((state["a"], state["b"]))
+    move(captured, {"a": state["b"].mT, "b": state["a"]})
+    assert_bits_equal(state, {"a": b.mT.contiguous(), "b": a})
+    move(captured, {"a": state["a"].mT, "b": state["b"]})
+    assert_bits_equal(state, {"a": b, "b": a})
+
+
+@pytest.mark.parametrize("move", [capture.Captured._donate, capture.Captured.load])
+@pytest.mark.parametrize("change", [lambda x: x[:1], lambda x: x.view(torch.int32)])
+def test_a_leaf_of_another_kind_in_its_own_memory_is_refused(move, change) -> None:
+    captured, state = owner()
+    with pytest.raises(ValueError, match=r"leaf|the old one"):
+        move(captured, {"a": change(state["a"]), "b": state["b"]})

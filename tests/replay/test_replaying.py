@@ -55,6 +55,7 @@ VARIANTS = {
     "two simulated ranks": {"simulated_ranks": 2, "env_steps": 80, "snapshot_every": 20},
     "float16": {"compute_dtype": "float16"},
     "two seeds": {"num_seeds": 2},
+    "overlap, a full replay": {"overlap": True, "replay_capacity": 17},
     "a full replay, 3 updates of 3 steps": {"replay_capacity": 17, "updates_per_step": 3, "n_step": 3},
 }
 
