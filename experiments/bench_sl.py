@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from experiments import twins
 from experiments.twins import Twin
 from functional_sl import capture, keys, tree
+from functional_sl import recipe as recipes
 from functional_sl.parallel import collectives
 from functional_sl.parallel.world import World, gather, world
 from functional_sl.recipe import Recipe
@@ -42,13 +43,19 @@ class Settings:
     """The flags."""
 
     recipe: str = cli.option("nerd", "Whose model.", choices=tuple(twins.TWINS))
-    size: str = cli.option("small", "Of the network.", choices=("small", "paper"))
+    size: str = cli.option("small", "Of the network: one of the recipe's, such as small, medium or paper.")
     batch_size: int = cli.option(64, "Samples of a rank.")
     agree: int = cli.option(20, "Updates whose losses are compared.")
     updates: int = cli.option(30, "Timed updates of each.")
     tolerance: float = cli.option(5e-4, "Largest relative difference of a loss; a GPU adds in another order.")
     device: str = cli.option("auto", "Where both run.", choices=("auto", "cpu", "cuda"))
     compile: bool = cli.option(False, "Compile both: the whole update here, the module and its loss there.")
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a size that the recipe does not have."""
+        sizes = recipes.load(f"functional_sl.recipes.{self.recipe}:build").sizes
+        if self.size not in sizes:
+            raise ValueError(f"size={self.size}: the sizes of {self.recipe} are {', '.join(sizes)}")
 
 
 class Setting(NamedTuple):

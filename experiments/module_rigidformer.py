@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from experiments.twins import Twin
 from functional_sl import keys, tree
-from functional_sl.models import point_encoder
+from functional_sl.models import point_encoder, rotary_attention
 from functional_sl.models import rigidformer as model
 from functional_sl.models.point_encoder import ANCHORS, FEATURES, LEVELS, Bodies, Pose
 from functional_sl.models.rigidformer import Architecture
 from functional_sl.recipe import Recipe
-from functional_sl.recipes import rigidformer
+from functional_sl.recipes import rigid_loss, rigidformer
 from functional_sl.recipes.rigidformer import RigidFormer
 from functional_sl.sources import rigid_clips
 from functional_sl.sources.rigid_bodies import FRAME_DT, Scenes
@@ -69,7 +69,7 @@ class Attention(nn.Module):
         )
         query, key = self.norm_query(query), self.norm_key(key)
         columns = torch.arange(y.shape[1], device=x.device) >= self.registers
-        turned = model._turn(query, *own) @ model._turn(key, *turns).mT
+        turned = rotary_attention.turn(query, *own) @ rotary_attention.turn(key, *turns).mT
         scores = torch.where(placed[:, None] & columns, turned, query @ key.mT) / math.sqrt(query.shape[-1])
         weights = scores.masked_fill(~valid[:, None, None, :], -math.inf).softmax(-1)
         return self.merge(torch.sigmoid(self.gate(x)) * (weights @ value).transpose(1, 2).flatten(-2))
@@ -115,7 +115,7 @@ class Network(nn.Module):
         tokens, pooled = self.encoder(bodies, x)
         own, batch, number = x[..., :ANCHORS, :], tokens.shape[0], self.a.registers
         queries = self.anchor2(F.silu(self.anchor1(pooled))) + self.own(own)
-        turns = model._rotary(point_encoder.place(bodies, now, bodies.anchors), self.a.frequencies)
+        turns = rotary_attention.turns(point_encoder.place(bodies, now, bodies.anchors), self.a.frequencies)
         mean = [model._mean(part, bodies.anchor_mask) for part in turns]
         still = mean[0].new_zeros(batch, number, mean[0].shape[-1])
         placed_turns = tuple(torch.cat((s, part), 1) for s, part in zip((still + 1, still), mean, strict=True))
@@ -143,12 +143,12 @@ class ClosedLoop(nn.Module):
 
     def forward(self, *fields: Tensor) -> Tensor:
         batch = Clips(*fields)
-        bodies, (before, now), found = rigidformer.bodies_of(batch), rigidformer.observed(batch), []
+        bodies, (before, now), found = rigid_loss.bodies_of(batch), rigid_loss.observed(batch), []
         for _ in range(batch.positions.shape[1] - 2):
             change = self.network(bodies, before, now, batch.step)
             found.append(model.integrate(bodies, before, now, change, batch.step * FRAME_DT, self.network.a.gravity))
             before, now = now, found[-1].pose
-        return rigidformer.errors(batch, found)[0] / rigidformer.count(batch)
+        return rigid_loss.errors(batch, found)[0] / rigid_loss.count(batch)
 
 
 def module(settings: RigidFormer, params: dict[str, Any], buffers: tuple) -> nn.Module:
@@ -207,9 +207,8 @@ def build(settings: RigidFormer) -> Recipe:
     return rigidformer.assemble(settings, *parts, "none")
 
 
-SIZES = {size: rigidformer.SIZES[size]["recipe"] for size in ("small", "medium", "paper")}
 TWIN = Twin(
-    settings=lambda size: RigidFormer(**{**SIZES[size], "scenes": 12, "validation_scenes": 1}),
+    settings=lambda size: RigidFormer(**{**rigidformer.SIZES[size]["recipe"], "scenes": 12, "validation_scenes": 1}),
     build=build,
     module=module,
     inputs=lambda settings, batch, key: tuple(batch),

@@ -13,7 +13,7 @@ from functional_sl.models.rwm import LOG_STD, Model, Scales
 from functional_sl.recipes import rwm
 from functional_sl.recipes.rwm import RWM, Frames, Windows
 
-SIZES = {"small": {"hidden": 64, "head": 64}, "paper": {}}
+SIZES = {size: parts["recipe"] for size, parts in rwm.SIZES.items()}
 
 
 class WorldModel(nn.Module):
@@ -89,7 +89,7 @@ def draw(settings: RWM, frames: Frames, batch_size: int) -> Windows:
 def settings(size: str) -> RWM:
     """Returns the recipe's settings for a size, with the data of a few seconds."""
     short = {"worlds": 16, "steps": 120, "episode_steps": 60, "horizons": (1, 8)}
-    return RWM(**{**short, **SIZES[size]})
+    return RWM(**{**SIZES[size], **short})
 
 
 TWIN = Twin(settings=settings, build=rwm.build, module=module, inputs=inputs, draw=draw)

@@ -3,7 +3,8 @@
     python -m experiments.rigid_rollouts --bundle=model.safetensors --data=FOLDER --pictures=experiments/pictures
 
 The bundle is that of `functional_sl.export`, the folder the run's `--path`. Every scene starts from two true frames,
-and nothing true is seen after. `touched` is the share of objects that by then are a centimetre off their free fall.
+and nothing true is seen after; what stands behind the end of a scene counts nowhere. `touched` is the share of objects
+that by then are a centimetre off their free fall.
 """
 
 from __future__ import annotations
@@ -16,17 +17,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from functional_sl import bundle, tree
-from functional_sl.models import naming, rigid_motion
+from functional_sl.models import naming
 from functional_sl.models.point_encoder import Pose, place
-from functional_sl.recipes import rigidformer
-from functional_sl.recipes.rigidformer import RigidFormer
+from functional_sl.models.rigidformer import Architecture
+from functional_sl.recipes import rigid_evaluation
+from functional_sl.recipes.rigid_evaluation import Course
+from functional_sl.recipes.rigid_loss import bodies_of
 from functional_sl.run import cli, figures, video
 from functional_sl.sources import rigid_bodies
 from functional_sl.sources.rigid_bodies import FRAME_DT, Scenes
 from functional_sl.sources.rigid_shapes import KINDS
 
+HORIZONS = (50, 75, 100)  # frames
 SPEED = 0.5  # of the film
 
 
@@ -41,61 +46,76 @@ class Settings:
     step: int = cli.option(5, "Step size of the film.")
 
 
-def trained(settings: Settings) -> tuple[RigidFormer, Scenes, Any]:
-    """Returns the settings, the held-out scenes and the parameters of a bundle."""
-    held_out, simulator = rigid_bodies.read(Path(settings.data) / "validation.safetensors")
+def trained(settings: Settings) -> tuple[Course, Scenes, Any]:
+    """Returns what is run, the held-out scenes and the parameters of a bundle.
+
+    Raises:
+      UsageError: for scenes of another simulator, or too short ones.
+    """
+    held_out, about = rigid_bodies.read(Path(settings.data) / "validation.safetensors")
     model = bundle.load(settings.bundle)
-    if model.about["conventions"]["simulator"] != simulator:
-        raise cli.UsageError(f"{settings.data}: its scenes are of {simulator}, the model's of another")
+    if model.about["conventions"]["simulator"] != about["simulator"]:
+        raise cli.UsageError(f"{settings.data}: its scenes are of {about['simulator']}, the model's of another")
     sizes = model.bundle.arguments["architecture"]
-    own = {name: sizes[name] for name in sizes if name in RigidFormer.__dataclass_fields__}
-    config = RigidFormer(
-        **{**own, "depths": tuple(own["depths"])}, steps=tuple(model.about["steps"]), frames=held_out.positions.shape[1]
-    )
-    return config, held_out, naming.nested(model.bundle.tensors)
+    architecture = Architecture(**{**sizes, "depths": tuple(sizes["depths"])})
+    course = Course(architecture, tuple(model.about["steps"]), HORIZONS)
+    try:
+        rigid_evaluation.check(course, held_out)
+    except ValueError as error:
+        raise cli.UsageError(f"{settings.data}: {error}") from None
+    if not 0 <= settings.scene < len(held_out.lengths) or settings.step not in course.steps:
+        count = len(held_out.lengths)
+        raise cli.UsageError(f"the film's scene is one of {count}, counted from 0, and its step one of {course.steps}")
+    return course, held_out, naming.nested(model.bundle.tensors)
 
 
-def table(config: RigidFormer, held_out: Scenes, params: Any) -> list[dict[str, Any]]:
-    """Returns one row a step size, and one a baseline."""
-    found = rigidformer.evaluate(config, held_out, params, ())
+def table(course: Course, held_out: Scenes, params: Any) -> list[dict[str, Any]]:
+    """Returns one row a step size, one a baseline, and the share of objects that have touched something."""
+    found = rigid_evaluation.evaluate(course, held_out, params, ())
     rows = []
-    for name in (*(f"step{step}" for step in config.steps), "hold", "fall"):
+    for name in (*(f"step{step}" for step in course.steps), *rigid_evaluation.BASELINES):
         row: dict[str, Any] = {"prediction": name}
-        for horizon in config.horizons:
+        for horizon in course.horizons:
             for unit in ("position_m", "orientation_deg"):
                 key = f"{unit}_{horizon}_{name}" if name.startswith("step") else f"{name}_{unit}_{horizon}"
                 row[f"{unit}_{horizon}"] = round(found[key], 4)
         rows.append(row)
-    poses, true, frames = rigidformer.free_run(config, held_out, params, 1)
-    gap, _ = rigid_motion.errors(poses["fall"], true)
-    touched = {h: float((gap[:, frames.index(h)][held_out.objects] > 0.01).double().mean()) for h in config.horizons}
-    return [*rows, {"touched": {str(h): round(x, 3) for h, x in touched.items()}}]
+    return [*rows, {"touched": {str(h): round(touched(course, held_out, h), 3) for h in course.horizons}}]
 
 
-def curves(config: RigidFormer, held_out: Scenes, params: Any, path: Path) -> None:
-    """Draws the position error over the frames, every step size beside standing still."""
+def touched(course: Course, held_out: Scenes, frames: int) -> float:
+    """Returns the share of objects that are a centimetre off their free fall, `frames` after the start."""
+    start = max(course.steps)
+    before, now, then = (held_out.positions[:, start + i] for i in (-1, 0, frames))
+    # What the second difference g dt^2 adds up to.
+    drop = torch.tensor((0.0, 0.0, -9.81)) * (FRAME_DT**2 * frames * (frames + 1) / 2)
+    gap = torch.linalg.vector_norm(then - (now + frames * (now - before) + drop), dim=-1)
+    there = held_out.objects & (start + frames < held_out.lengths)[:, None]
+    return float((gap[there] > 0.01).double().mean())
+
+
+def curves(course: Course, held_out: Scenes, params: Any, path: Path) -> None:
+    """Draws the position error over the frames, every step size beside both baselines."""
     drawn = []
-    for step in config.steps:
-        poses, true, frames = rigidformer.free_run(config, held_out, params, step)
-        for name in ("model", "hold", "fall") if step == 1 else ("model",):
-            distance, _ = rigid_motion.errors(poses[name], true)
-            rms = [rigid_motion.root_mean_square(distance[:, i], held_out.objects) for i in range(len(frames))]
-            label = f"RigidFormer, step {step}" if name == "model" else {"hold": "hold last", "fall": "free fall"}[name]
-            kept = [i for i, x in enumerate(rms) if x < 1.0]
-            drawn.append(figures.Series(label, [frames[i] for i in kept], [rms[i] for i in kept]))
+    for series in rigid_evaluation.curves(course, held_out, params)["position"]:
+        of_model = series.label.startswith("step")
+        drawn.append(series._replace(label=f"RigidFormer, {series.label}") if of_model else series)
     text = {"title": "Free running on held-out scenes", "xlabel": "frames of 1/120 s", "ylabel": "position RMSE (m)"}
     figures.learning_curve(path, drawn, **text)
 
 
-def film(config: RigidFormer, held_out: Scenes, params: Any, scene: int, step: int) -> Iterator[np.ndarray]:
-    """Yields frames of the true and the predicted hulls of clouds side by side."""
+def film(course: Course, held_out: Scenes, params: Any, scene: int, step: int) -> Iterator[np.ndarray]:
+    """Yields frames of the true and the predicted hulls of clouds side by side, as long as the scene lasts."""
     from matplotlib.figure import Figure
 
     one = tree.map(lambda x: x[scene : scene + 1], held_out)
-    poses, true, frames = rigidformer.free_run(config, one, params, step)
-    bodies = rigidformer.bodies_of(one)
+    run = rigid_evaluation.free_run(course, one, params, step)
+    bodies, frames = (
+        bodies_of(one),
+        [frame for frame, there in zip(run.frames, run.there[0], strict=True) if there.any()],
+    )
     clouds = {}
-    for name, moved in (("true", true), ("predicted", poses["model"])):
+    for name, moved in (("true", run.true), ("predicted", run.predicted)):
         clouds[name] = [place(bodies, Pose(*(x[:, i] for x in moved)))[0].numpy() for i in range(len(frames))]
     for i, frame in enumerate(frames):
         figure = Figure(figsize=(7.2, 3.6), dpi=80, facecolor="white")
@@ -134,14 +154,14 @@ def main(argv: list[str] | None = None) -> None:
     """Reads the flags, prints the figures as JSON lines and draws."""
     with cli.exit_on_usage_error("rigid_rollouts"):
         settings = cli.parse(Settings, argv, program="rigid_rollouts", description=__doc__.splitlines()[0]).config
-        config, held_out, params = trained(settings)
-    for row in table(config, held_out, params):
+        course, held_out, params = trained(settings)
+    for row in table(course, held_out, params):
         print(json.dumps(row))
     if settings.pictures:
         folder = Path(settings.pictures)
         folder.mkdir(parents=True, exist_ok=True)
-        curves(config, held_out, params, folder / "rigidformer_error.png")
-        frames = film(config, held_out, params, settings.scene, settings.step)
+        curves(course, held_out, params, folder / "rigidformer_error.png")
+        frames = film(course, held_out, params, settings.scene, settings.step)
         video.write(folder / "rigidformer.gif", frames, SPEED / (settings.step * FRAME_DT))
 
 

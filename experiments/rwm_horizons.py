@@ -4,9 +4,11 @@
     python -m experiments.rwm_horizons --out=horizons --autoregressive=runs/a --teacher_forced=runs/b
 
 Trains both models with the same settings and the same number of updates, or loads the last snapshots of two runs with
-the same data (the best ones were chosen by the episodes of this very trial). Writes `horizons.json`, the errors over
-all steps up to each horizon; `nrmse.png` and `l1.png`, the errors up to every step; and `forecast.gif`, the joints and
-the attitude of a held-out robot, the true ones pale.
+the same data (the best ones were chosen by the episodes of this very trial). All held-out episodes are forecast from
+many of their frames. Writes `horizons.json`, the figures of `rwm_forecasts` and 95 % bounds of a paired bootstrap over
+episodes: the nRMSE of the twin, and of the training mean, minus that of the autoregressive model; `nrmse.png` and
+`l1.png`, the errors up to every step; and `forecast.gif`, the joints and the attitude of a held-out robot, the true
+ones pale.
 """
 
 from __future__ import annotations
@@ -21,10 +23,11 @@ import torch
 from torch import Tensor
 
 from functional_sac.envs import sketch
-from functional_sl import export, train
+from functional_sl import export, keys, train
 from functional_sl.models import normalizer
 from functional_sl.models import rwm as models
-from functional_sl.recipes import rwm
+from functional_sl.recipes import rwm, rwm_forecasts
+from functional_sl.recipes.rwm_forecasts import Judged, Run
 from functional_sl.run import cli, figures, manifest, resuming, video
 from functional_sl.sim import make, rotation
 from functional_sl.sim.robots import go2
@@ -32,6 +35,8 @@ from functional_sl.training import request
 
 RECIPE = "functional_sl.recipes.rwm:build"
 EVERY = 4  # steps of 20 ms from one picture to the next
+RESAMPLES = 2000
+MEAN = "training mean"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,17 +50,18 @@ class Settings:
     updates: int = cli.option(0, "Of the runs to train; 0: the size's own.")
     path: str | None = cli.option(None, "Folder of roll-outs to share; none: in the output folder.")
     device: str = cli.option("auto", "Where to train.", choices=("auto", "cpu", "cuda"))
-    episode: int = cli.option(0, "Held-out episode of the film.")
+    every: int = cli.option(40, "Frames of a held-out episode from one forecast to the next.")
+    block: int = cli.option(8, "Steps after which a forecast reads its own last frames anew; 368: it never does.")
+    episode: int = cli.option(0, "Held-out episode of the film, among those that last for the longest horizon.")
     film: bool = cli.option(True, "Write the film.")
 
 
 class Forecasts(NamedTuple):
-    """A model's task and its free-running states of held-out episodes, normalised [E, H, S]."""
+    """What a model makes of the held-out episodes."""
 
     task: rwm.Task
-    predicted: Tensor
-    held: Tensor
-    true: Tensor
+    judged: Judged
+    run: Run  # of the forecasts whose episodes last for the longest horizon
 
 
 def trained(settings: Settings, name: str, **changes: Any) -> Path:
@@ -71,34 +77,55 @@ def trained(settings: Settings, name: str, **changes: Any) -> Path:
     return folder
 
 
-def forecasts(run: Path) -> Forecasts:
+def forecasts(run: Path, every: int, block: int) -> Forecasts:
     """Returns what the last snapshot of a run makes of its held-out episodes."""
     source = resuming.folder(run)
     config = request.resolve(manifest.read(source)["config"], frozenset()).task
-    prepared = rwm.prepare(config)
+    config = dataclasses.replace(config, evaluation_every=every, block=block)
+    task, _, _, frames = rwm.prepare(config)
     packed = export.bundle_of(source)
-    params, scales = models.unnamed(packed.tensors, config.layers)
-    return Forecasts(prepared.task, *rwm.free_running(prepared.task, prepared.whole, params, scales))
+    params, scales = models.unnamed(packed.tensors)
+    judged = rwm.judge(task, frames, params, scales)
+    horizon = max(config.horizons)
+    whole = frames.anchor[judged.valid.all(1)]
+    state, action, *_ = rwm.window(frames, whole, config.history, horizon)
+    return Forecasts(task, judged, rwm_forecasts.run(params, scales, config.history, config.block, state, action))
 
 
-def curves(found: dict[str, Forecasts]) -> dict[str, rwm.Errors]:
-    """Returns the errors of every model and of the held state by label."""
-    errors = {label: rwm.errors(x.predicted, x.true) for label, x in found.items()}
+def compare(found: dict[str, Forecasts]) -> dict[str, Any]:
+    """Returns the intervals of the second model's and the training mean's nRMSE minus the first's, by horizon.
+
+    Raises:
+      ValueError: if the two models were judged by other frames.
+    """
+    (_, one), (label, other) = found.items()
+    if not torch.equal(one.run.true, other.run.true) or not torch.equal(one.judged.valid, other.judged.valid):
+        raise ValueError(
+            "the runs held out other episodes: give both the same --path, --data_seed, --held_out, --history"
+        )
+    first, valid, episode = one.judged.errors[rwm_forecasts.MODEL], one.judged.valid, one.judged.episode
+    weight = rwm.bootstrap(keys.key(0), int(episode.max()) + 1, RESAMPLES)
+    sides = {label: other.judged.errors[rwm_forecasts.MODEL], MEAN: one.judged.errors[rwm_forecasts.MEAN]}
+    table = {}
+    for name, side in sides.items():
+        bounds = rwm_forecasts.intervals(first.squared, side.squared, valid, episode, weight)
+        table[name] = {h: [round(float(x[h - 1]), 4) for x in bounds] for h in one.task.config.horizons}
+    return table
+
+
+def draw(folder: Path, found: dict[str, Forecasts]) -> None:
+    """Draws both errors over all steps up to each horizon, beside the floors."""
     first = next(iter(found.values()))
-    return errors | {"hold last": rwm.errors(first.held, first.true)}
-
-
-def draw(folder: Path, errors: dict[str, rwm.Errors], step_dt: float) -> None:
-    """Draws both errors over all steps up to each horizon."""
-    steps = torch.arange(1, next(iter(errors.values())).squared.shape[1] + 1)
+    errors = {label: x.judged.errors[rwm_forecasts.MODEL] for label, x in found.items()}
+    errors |= {"hold last": first.judged.errors[rwm_forecasts.HOLD], MEAN: first.judged.errors[rwm_forecasts.MEAN]}
+    valid = first.judged.valid
+    time = first.task.schema.step_dt * torch.arange(1, valid.shape[1] + 1)
     for name, title in (("nrmse", "nRMSE"), ("l1", "relative L1")):
         series = []
-        for label, found in errors.items():
-            by_step = (found.squared if name == "nrmse" else found.absolute / found.scale).mean(0)
-            upto = by_step.cumsum(0) / steps
-            series.append(
-                figures.Series(label, steps * step_dt, (upto.sqrt() if name == "nrmse" else upto).clamp(max=4))
-            )
+        for label, own in errors.items():
+            value = own.squared if name == "nrmse" else own.relative
+            upto = rwm_forecasts.up_to(value, valid)
+            series.append(figures.Series(label, time, (upto.sqrt() if name == "nrmse" else upto).clamp(max=4)))
         text = {
             "title": f"Forecasts of held-out episodes: {title}",
             "xlabel": "horizon (s)",
@@ -132,7 +159,7 @@ def film(path: Path, found: dict[str, Forecasts], episode: int) -> None:
 
     drawn = []
     for label, model in found.items():
-        true, predicted = places(model.task, model.true), places(model.task, model.predicted)
+        true, predicted = places(model.task, model.run.true), places(model.task, model.run.mean)
         frames = [sketch.draw(pairs, p, height, ghost=t) for p, t in zip(predicted, true, strict=True)]
         drawn.append([video.annotate(frame, label) for frame in frames])
     sim.close()
@@ -148,15 +175,16 @@ def main() -> None:
         "autoregressive": settings.autoregressive or trained(settings, "autoregressive"),
         "teacher-forced": settings.teacher_forced or trained(settings, "teacher_forced", forecast=1),
     }
-    found = {label: forecasts(Path(run)) for label, run in runs.items()}
-    errors, task = curves(found), found["autoregressive"].task
-    table = {label: rwm.figures_of(x, task.config.horizons) for label, x in errors.items()}
+    found = {label: forecasts(Path(run), settings.every, settings.block) for label, run in runs.items()}
+    horizons = found["autoregressive"].task.config.horizons
+    table: dict[str, Any] = {label: rwm_forecasts.figures(x.judged, horizons) for label, x in found.items()}
+    table["minus autoregressive"] = compare(found)
     out.mkdir(parents=True, exist_ok=True)
     (out / "horizons.json").write_text(json.dumps(table, indent=2) + "\n")
-    draw(out, errors, task.schema.step_dt)
+    draw(out, found)
     if settings.film:
         film(out / "forecast.gif", found, settings.episode)
-    print(json.dumps({label: {k: round(x, 4) for k, x in row.items()} for label, row in table.items()}))
+    print(json.dumps(table))
 
 
 if __name__ == "__main__":

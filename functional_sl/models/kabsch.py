@@ -13,6 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from functional_sl.models import precision
+
 SQUARINGS = 14  # the dominant eigenvalue counts to the power 2^14
 SPREAD = 1e-6  # least second moment in a second direction, relative to all, squared; below it points lie on a line
 
@@ -32,17 +34,19 @@ def align(reference: Tensor, target: Tensor, mask: Tensor, otherwise: Tensor) ->
     Returns:
       Rotation [..., 3, 3] and translation [..., 3]: R reference + t. Zero translation without a valid point.
     """
-    weight = mask.to(reference.dtype)[..., None]
-    weight = weight / weight.sum(-2, keepdim=True).clamp_min(1.0)
-    reference, target = (torch.where(mask[..., None], x, 0.0) for x in (reference, target))
-    centre, goal = (weight * reference).sum(-2), (weight * target).sum(-2)
-    p, q = reference - centre[..., None, :], target - goal[..., None, :]
-    moment = p.mT @ (weight * p)
-    size = moment.diagonal(dim1=-2, dim2=-1).sum(-1)
-    sound = _spread(moment) > SPREAD * size.square()
-    correlation = q.mT @ (weight * p) / torch.where(sound, size, 1.0)[..., None, None]
-    turn = rotation(correlation, sound, otherwise)
-    return turn, goal - (turn @ centre[..., None])[..., 0]
+    with precision.full(reference):
+        target = target.to(reference.dtype)
+        weight = mask.to(reference.dtype)[..., None]
+        weight = weight / weight.sum(-2, keepdim=True).clamp_min(1.0)
+        reference, target = (torch.where(mask[..., None], x, 0.0) for x in (reference, target))
+        centre, goal = (weight * reference).sum(-2), (weight * target).sum(-2)
+        p, q = reference - centre[..., None, :], target - goal[..., None, :]
+        moment = p.mT @ (weight * p)
+        size = moment.diagonal(dim1=-2, dim2=-1).sum(-1)
+        sound = _spread(moment) > SPREAD * size.square()
+        correlation = q.mT @ (weight * p) / torch.where(sound, size, 1.0)[..., None, None]
+        turn = rotation(correlation, sound, otherwise)
+        return turn, goal - (turn @ centre[..., None])[..., 0]
 
 
 def rotation(correlation: Tensor, sound: Tensor, otherwise: Tensor) -> Tensor:
@@ -64,29 +68,24 @@ def rotation(correlation: Tensor, sound: Tensor, otherwise: Tensor) -> Tensor:
     system = _trace(fixed)[..., None, None] * _identity(fixed) - fixed
     adjugate, determinant = _adjugate(system)
     sound = sound & (determinant > SPREAD * _trace(system).abs() ** 3)
-    # The vee of aligned - aligned^T vanishes at the solution; its gradient does not.
-    skew = torch.stack(
-        (
-            aligned[..., 2, 1] - aligned[..., 1, 2],
-            aligned[..., 0, 2] - aligned[..., 2, 0],
-            aligned[..., 1, 0] - aligned[..., 0, 1],
-        ),
-        -1,
-    )
-    step = (adjugate @ skew[..., None])[..., 0] / torch.where(sound, determinant, 1.0)[..., None]
+    # This vector vanishes at the solution; its gradient does not.
+    step = (adjugate @ twist(aligned)[..., None])[..., 0] / torch.where(sound, determinant, 1.0)[..., None]
     step = torch.where(sound[..., None], step, 0.0)
     return torch.where(sound[..., None, None], start @ _cayley(step), otherwise)
 
 
 def from_quaternion(q: Tensor) -> Tensor:
     """Returns the rotation matrices [..., 3, 3] of unit quaternions wxyz [..., 4]."""
-    w, x, y, z = q.unbind(-1)
-    rows = (
-        (1 - 2 * (y * y + z * z), 2 * (x * y - w * z), 2 * (x * z + w * y)),
-        (2 * (x * y + w * z), 1 - 2 * (x * x + z * z), 2 * (y * z - w * x)),
-        (2 * (x * z - w * y), 2 * (y * z + w * x), 1 - 2 * (x * x + y * y)),
-    )
-    return torch.stack([torch.stack(row, -1) for row in rows], -2)
+    with precision.full(q):
+        eye = torch.eye(3, dtype=q.dtype, device=q.device).expand(*q.shape[:-1], 3, 3)
+        # Of the vector part v: its matrix takes x to v x x. A table of coefficients could not be captured.
+        cross = torch.linalg.cross(q[..., 1:, None], eye, dim=-2)
+        return eye + 2 * (q[..., :1, None] * cross + cross @ cross)
+
+
+def twist(matrix: Tensor) -> Tensor:
+    """Returns the vector [..., 3] of M - M^T for M [..., 3, 3]: of a rotation 2 sin(angle) times its axis."""
+    return torch.linalg.cross(_identity(matrix).expand_as(matrix), matrix, dim=-2).sum(-1)
 
 
 def to_quaternion(matrix: Tensor) -> Tensor:
@@ -120,14 +119,9 @@ def _largest_column(matrix: Tensor) -> Tensor:
 
 def _quaternion_matrix(c: Tensor) -> Tensor:
     """Returns Horn's symmetric matrix [..., 4, 4], for which q^T N q = tr(R(q)^T c)."""
-    xx, xy, xz, yx, yy, yz, zx, zy, zz = c.flatten(-2).unbind(-1)
-    rows = (
-        (xx + yy + zz, zy - yz, xz - zx, yx - xy),
-        (zy - yz, xx - yy - zz, xy + yx, xz + zx),
-        (xz - zx, xy + yx, yy - xx - zz, yz + zy),
-        (yx - xy, xz + zx, yz + zy, zz - xx - yy),
-    )
-    return torch.stack([torch.stack(row, -1) for row in rows], -2)
+    trace, vector = _trace(c)[..., None, None], twist(c)[..., None]
+    block = c + c.mT - trace * _identity(c)
+    return torch.cat((torch.cat((trace, vector.mT), -1), torch.cat((vector, block), -1)), -2)
 
 
 def _cayley(v: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from functional_sl import keys
+from functional_sl.models import precision
 
 Parameters = dict[str, Any]
 
@@ -80,7 +81,8 @@ def init(key: Tensor, channels: int, outputs: int) -> Parameters:
 def place(bodies: Bodies, pose: Pose, points: Tensor | None = None) -> Tensor:
     """Returns points [B, O, P, 3] of the bodies in world axes; all of them by default."""
     points = bodies.points if points is None else points
-    return points @ pose.rotation.mT + pose.position[..., None, :]
+    with precision.full(points):
+        return points @ pose.rotation.mT + pose.position[..., None, :]
 
 
 def features(bodies: Bodies, before: Pose, now: Pose, step: Tensor) -> Tensor:
@@ -98,6 +100,11 @@ def features(bodies: Bodies, before: Pose, now: Pose, step: Tensor) -> Tensor:
       about the object's centre, in world axes; its offset from the reference cloud about its own; logarithm of the
       mass, friction, restitution.
     """
+    with precision.full(bodies.points):
+        return _features(bodies, before, now, step)
+
+
+def _features(bodies: Bodies, before: Pose, now: Pose, step: Tensor) -> Tensor:
     world, local = place(bodies, now), bodies.points @ now.rotation.mT
     gap = nearest(bodies, now, world)
     distance = torch.sqrt(gap.square().sum(-1, keepdim=True) + 1e-12)
@@ -133,8 +140,11 @@ def nearest(bodies: Bodies, pose: Pose, world: Tensor) -> Tensor:
     here = world.flatten(-3, -2)
     flat, valid = here.detach(), (bodies.point_mask & bodies.objects[..., None]).flatten(-2)
     owner = torch.arange(objects, device=world.device).repeat_interleave(points)
-    parts = zip(flat.split(CHUNK, -2), owner.split(CHUNK), strict=True)
-    index = torch.cat([_search(*part, flat, owner, valid) for part in parts], -1)
+    # About the scene's middle: squares of far places would leave few digits for a distance.
+    weight = valid[..., None].to(flat.dtype)
+    near = flat - (weight * flat).sum(-2, keepdim=True) / weight.sum(-2, keepdim=True).clamp_min(1.0)
+    parts = zip(near.split(CHUNK, -2), owner.split(CHUNK), strict=True)
+    index = torch.cat([_search(*part, near, owner, valid) for part in parts], -1)
     body = bodies.points.flatten(-3, -2).gather(-2, index[..., None].expand(*index.shape, 3))
     of = (torch.arange(objects, device=world.device) == (index // points)[..., None]).to(world.dtype)
     motion = of @ torch.cat((pose.rotation.flatten(-2), pose.position), -1)

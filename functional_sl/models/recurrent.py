@@ -83,6 +83,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 def _cell(layer: Layer, gate: Tensor, hidden: Tensor) -> Tensor:
     size = hidden.shape[-1]
     own = linear(hidden, layer.weight_hh, layer.bias_hh)
-    reset, update = torch.sigmoid(gate[..., : 2 * size] + own[..., : 2 * size]).split(size, -1)
-    candidate = torch.tanh(gate[..., 2 * size :] + reset * own[..., 2 * size :])
+    # The gradient of a split is one concatenation; that of every slice fills a tensor with zeros.
+    (gate, new), (own_gate, own_new) = (x.split((2 * size, size), -1) for x in (gate, own))
+    reset, update = torch.sigmoid(gate + own_gate).split(size, -1)
+    candidate = torch.tanh(new + reset * own_new)
     return candidate + update * (hidden - candidate)

@@ -1,4 +1,4 @@
-"""Free-running predictions of rigid bodies and their errors, beside two that know nothing of contact."""
+"""Free-running predictions of rigid bodies and their errors, beside two baselines: to stay, and to fall and slide."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from functional_sl.models import rigidformer
+from functional_sl.models import kabsch, rigidformer
 from functional_sl.models.point_encoder import Bodies, Parameters, Pose
 from functional_sl.models.rigidformer import Architecture
 
@@ -26,15 +26,38 @@ def hold(now: Pose, count: int) -> Pose:
     return Pose(*(x[:, None].expand(-1, count, *x.shape[1:]) for x in now))
 
 
-def fall(before: Pose, now: Pose, dt: float, count: int, gravity: float = -9.81) -> Pose:
-    """Returns poses [B, T, O, ...] of constant velocity and spin under gravity, as if there were nothing to hit.
+def land(
+    bodies: Bodies, before: Pose, now: Pose, dt: float, count: int, gravity: float = -9.81, sliding: float = 0.97
+) -> Pose:
+    """Returns poses [B, T, O, ...] of bodies that fall freely until they reach the ground, and slide there.
 
-    The places have the constant second difference gravity dt^2, which is exact for the simulated free fall.
+    In the air velocity and spin are constant but for gravity: places have the constant second difference gravity dt^2,
+    which is exact for the simulated free fall. A body whose lowest point would come below z = 0 in a frame stands on it
+    there: it no longer turns, its vertical velocity is 0, and its horizontal one is multiplied by `sliding`.
+
+    Args:
+      bodies: the clouds.
+      before: one frame before now.
+      now: the current frame.
+      dt: s, of a frame.
+      count: T, frames.
+      gravity: m/s^2.
+      sliding: horizontal velocity that is left after a frame on the ground.
     """
-    drop = now.position.new_tensor((0.0, 0.0, gravity * dt * dt))
-    spin, found = now.rotation @ before.rotation.mT, []
+    spin, moved = now.rotation @ before.rotation.mT, now.position - before.position
+    up = torch.arange(3, device=moved.device) == 2
+    found = []
     for _ in range(count):
-        before, now = now, Pose(spin @ now.rotation, 2 * now.position - before.position + drop)
+        moved = torch.where(up, moved + gravity * dt * dt, moved)
+        place = now.position + moved
+        heights = (bodies.points @ now.rotation.mT)[..., 2]
+        standing = -torch.where(bodies.point_mask, heights, torch.inf).amin(-1, keepdim=True)
+        hit = place[..., 2:] < standing
+        moved = torch.where(hit, torch.where(up, 0.0, sliding * moved), moved)
+        now = Pose(
+            torch.where(hit[..., None], now.rotation, spin @ now.rotation),
+            torch.where(hit & up, standing, place),
+        )
         found.append(now)
     return Pose(*(torch.stack(x, 1) for x in zip(*found, strict=True)))
 
@@ -43,9 +66,8 @@ def errors(predicted: Pose, true: Pose) -> tuple[Tensor, Tensor]:
     """Returns the distances [...] in m and the angles [...] in degrees between two batches of poses."""
     gap = predicted.rotation.mT @ true.rotation
     cosine = (gap.diagonal(dim1=-2, dim2=-1).sum(-1) - 1) / 2
-    axis = (gap[..., 2, 1] - gap[..., 1, 2], gap[..., 0, 2] - gap[..., 2, 0], gap[..., 1, 0] - gap[..., 0, 1])
     # The angle from its sine and cosine: the arccosine alone loses small angles.
-    angle = torch.atan2(torch.linalg.vector_norm(torch.stack(axis, -1), dim=-1) / 2, cosine)
+    angle = torch.atan2(torch.linalg.vector_norm(kabsch.twist(gap), dim=-1) / 2, cosine)
     return torch.linalg.vector_norm(predicted.position - true.position, dim=-1), angle * (180 / math.pi)
 
 

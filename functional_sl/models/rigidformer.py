@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from functional_sl import keys
-from functional_sl.models import farthest_point, kabsch, naming, point_encoder
+from functional_sl.models import farthest_point, kabsch, naming, point_encoder, precision, rotary_attention
 from functional_sl.models.point_encoder import ANCHORS, FEATURES, Bodies, Parameters, Pose, linear
+from functional_sl.models.rotary_attention import Turns, attend, heads, normed
 
 STEP_UNIT = 10.0  # frames, in which a step code enters the network
-_EPS = 1e-6
 
 
 class Architecture(NamedTuple):
@@ -152,7 +152,11 @@ def integrate(bodies: Bodies, before: Pose, now: Pose, change: Tensor, dt: Tenso
       dt: [B] s, the duration of a step.
       gravity: m/s^2 along z.
     """
-    dt = dt[:, None, None, None]
+    with precision.full(dt):
+        return _integrated(bodies, before, now, change.to(now.position.dtype), dt[:, None, None, None], gravity)
+
+
+def _integrated(bodies: Bodies, before: Pose, now: Pose, change: Tensor, dt: Tensor, gravity: float) -> Advance:
     # A number from the host could not be captured.
     acceleration = change / dt + gravity * (torch.arange(3, device=dt.device) == 2).to(change.dtype)
     old, current = (point_encoder.place(bodies, x, bodies.anchors) for x in (before, now))
@@ -180,14 +184,14 @@ def accelerations(params: Parameters, a: Architecture, bodies: Bodies, before: P
     tokens, vectors = point_encoder.encode(params["encoder"], bodies, x)
     own = x[..., :ANCHORS, :]
     places = point_encoder.place(bodies, now, bodies.anchors)
-    turns = _rotary(places, a.frequencies)
+    turns = rotary_attention.turns(places, a.frequencies)
     queries = F.silu(F.linear(point_encoder.pool(params["encoder"], bodies, vectors), **params["anchor1"]))
     queries = F.linear(queries, **params["anchor2"]) + F.linear(own, **params["own"])
     states, positioned, valid = _decode(params, a, bodies, tokens, turns, code)
     h = queries
     for read, depth in zip(params["reads"], a.depths, strict=True):
         h = h + _read(read, a, queries, turns, states[depth], positioned, valid)
-    h = _modulate(F.rms_norm(h, h.shape[-1:], params["norm"], _EPS), F.linear(code, **params["film"])[:, None, None])
+    h = _modulate(normed(h, params["norm"]), F.linear(code, **params["film"])[:, None, None])
     gate, up = F.linear(torch.cat((h, own), -1), **params["head"]).chunk(2, -1)
     return F.linear(F.silu(gate) * up, **params["out"])
 
@@ -225,8 +229,8 @@ def predict(
 
 
 def _decode(
-    params: Parameters, a: Architecture, bodies: Bodies, tokens: Tensor, turns: tuple[Tensor, Tensor], code: Tensor
-) -> tuple[list[Tensor], tuple[Tensor, Tensor], Tensor]:
+    params: Parameters, a: Architecture, bodies: Bodies, tokens: Tensor, turns: Turns, code: Tensor
+) -> tuple[list[Tensor], Turns, Tensor]:
     """Returns the states [B, G + O, D] at every depth, the rotary embedding of the tokens and which ones count."""
     mean = [_mean(x, bodies.anchor_mask) for x in turns]
     still = [torch.ones_like(mean[0][:, :1]), torch.zeros_like(mean[1][:, :1])]
@@ -240,17 +244,15 @@ def _decode(
     return states, (cos, sin), valid
 
 
-def _layer(
-    layer: Parameters, a: Architecture, x: Tensor, turns: tuple[Tensor, Tensor], valid: Tensor, film: Tensor
-) -> Tensor:
+def _layer(layer: Parameters, a: Architecture, x: Tensor, turns: Turns, valid: Tensor, film: Tensor) -> Tensor:
     """Returns the next state: gated attention over all tokens, then SwiGLU, both modulated by the step code."""
     first, second = film.chunk(2, -1)
-    y = _modulate(F.rms_norm(x, x.shape[-1:], layer["norm1"], _EPS), first)
-    query, key, value = (_heads(part, a.heads) for part in F.linear(y, layer["qkv"]).chunk(3, -1))
-    query, key = (_normed(v, layer[name]) for v, name in ((query, "norm_query"), (key, "norm_key")))
-    attended = _attend(query, key, value, turns, turns, valid, a.registers)
+    y = _modulate(normed(x, layer["norm1"]), first)
+    query, key, value = (heads(part, a.heads) for part in F.linear(y, layer["qkv"]).chunk(3, -1))
+    query, key = (normed(v, layer[name]) for v, name in ((query, "norm_query"), (key, "norm_key")))
+    attended = attend(query, key, value, turns, turns, valid, a.registers)
     x = x + F.linear(torch.sigmoid(F.linear(y, **layer["gate"])) * attended, layer["merge"])
-    y = _modulate(F.rms_norm(x, x.shape[-1:], layer["norm2"], _EPS), second)
+    y = _modulate(normed(x, layer["norm2"]), second)
     gate, up = F.linear(y, layer["expand"]).chunk(2, -1)
     return x + F.linear(F.silu(gate) * up, layer["contract"])
 
@@ -259,59 +261,20 @@ def _read(
     read: Parameters,
     a: Architecture,
     queries: Tensor,
-    turns: tuple[Tensor, Tensor],
+    turns: Turns,
     state: Tensor,
-    positioned: tuple[Tensor, Tensor],
+    positioned: Turns,
     valid: Tensor,
 ) -> Tensor:
     """Returns what anchors [B, O, A, E] take from one decoder state, over all objects and registers."""
     flat = queries.flatten(1, 2)
-    key, value = F.linear(F.rms_norm(state, state.shape[-1:], read["norm"], _EPS), read["key_value"]).chunk(2, -1)
-    query = _normed(_heads(F.linear(flat, read["query"]), a.heads), read["norm_query"])
-    key, value = _normed(_heads(key, a.heads), read["norm_key"]), _heads(value, a.heads)
+    key, value = F.linear(normed(state, read["norm"]), read["key_value"]).chunk(2, -1)
+    query = normed(heads(F.linear(flat, read["query"]), a.heads), read["norm_query"])
+    key, value = normed(heads(key, a.heads), read["norm_key"]), heads(value, a.heads)
     own = tuple(x.flatten(1, 2) for x in turns)
-    attended = _attend(query, key, value, own, positioned, valid, a.registers, positioned_queries=True)
+    attended = attend(query, key, value, own, positioned, valid, a.registers, positioned_queries=True)
     gated = torch.sigmoid(F.linear(flat, **read["gate"])) * attended
     return F.linear(gated, read["merge"]).unflatten(1, queries.shape[1:3])
-
-
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_turns: tuple[Tensor, Tensor],
-    key_turns: tuple[Tensor, Tensor],
-    valid: Tensor,
-    registers: int,
-    *,
-    positioned_queries: bool = False,
-) -> Tensor:
-    """Returns the attention of queries over valid keys [B, N, H * head]; registers, the first keys, have no place.
-
-    A score is rotary where query and key both have a place, so that moving a whole scene sideways changes none.
-    """
-    plain = query @ key.mT
-    turned = _turn(query, *query_turns) @ _turn(key, *key_turns).mT
-    rows, columns = (torch.arange(n, device=plain.device) >= registers for n in plain.shape[-2:])
-    both = columns if positioned_queries else rows[:, None] & columns
-    scores = torch.where(both, turned, plain) / math.sqrt(query.shape[-1])
-    weights = torch.softmax(torch.where(valid[:, None, None, :], scores, -torch.inf), -1)
-    return (weights @ value).transpose(1, 2).flatten(-2)
-
-
-def _rotary(places: Tensor, frequencies: int) -> tuple[Tensor, Tensor]:
-    """Returns cosines and sines [..., 3 F] of places [..., 3] at wave lengths from 8 m down to 0.25 m."""
-    exponents = torch.linspace(0.0, 1.0, frequencies, dtype=places.dtype, device=places.device)
-    angle = (places[..., None] * (2 * math.pi / 8 * 32**exponents)).flatten(-2)
-    return torch.cos(angle), torch.sin(angle)
-
-
-def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Returns vectors [B, H, N, head] with their first 6 F channels turned, pairs half of those apart."""
-    pairs = cos.shape[-1]
-    a, b, rest = x[..., :pairs], x[..., pairs : 2 * pairs], x[..., 2 * pairs :]
-    cos, sin = cos[:, None], sin[:, None]
-    return torch.cat((a * cos - b * sin, a * sin + b * cos, rest), -1)
 
 
 def _mean(x: Tensor, mask: Tensor) -> Tensor:
@@ -322,14 +285,6 @@ def _mean(x: Tensor, mask: Tensor) -> Tensor:
 def _modulate(x: Tensor, film: Tensor) -> Tensor:
     scale, shift = film.chunk(2, -1)
     return x * (1 + scale) + shift
-
-
-def _heads(x: Tensor, heads: int) -> Tensor:
-    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
-
-
-def _normed(x: Tensor, scale: Tensor) -> Tensor:
-    return F.rms_norm(x, x.shape[-1:], scale, _EPS)
 
 
 def _matrix(key: Tensor, outputs: int, inputs: int, gain: float = 1.0) -> Tensor:

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from functional_sl import keys, tree
-from functional_sl.models import mlp, normalizer, recurrent
+from functional_sl.models import mlp, naming, normalizer, recurrent
 from functional_sl.models.mlp import MLP
 from functional_sl.models.normalizer import Normalizer
 from functional_sl.models.recurrent import GRU
@@ -124,6 +124,36 @@ def forecast(params: Model, states: Tensor, actions: Tensor, noise: Tensor | Non
     return Forecast(*(torch.stack(parts, 2) for parts in zip(*found, strict=True)))
 
 
+def roll_out(params: Model, states: Tensor, actions: Tensor, block: int) -> Forecast:
+    """Returns a forecast of any length that feeds its means back and reads its last M frames anew after every block.
+
+    The hidden state of a forecast is trained for M + N frames. Carried on for hundreds, it drifts, and the states with
+    it; a window of M frames that moves along, as the paper has it, is what the model knows.
+
+    Args:
+      params: of `init`.
+      states: [B, M, S] as in `forecast`.
+      actions: [B, M + H - 1, A], likewise.
+      block: steps from one reading to the next; every member reads its own.
+    """
+    history, total = states.shape[1], actions.shape[1]
+    members = params.heads.keep.shape[0]
+    first = forecast(params, states, actions[:, : history - 1 + block])
+    found, past = [first], torch.cat([states.expand(members, -1, -1, -1), first.mean], 2)
+    while past.shape[2] <= total:
+        begin = past.shape[2] - history
+        ahead = actions[:, begin : begin + history - 1 + block]
+        own = [
+            forecast(
+                Model(params.bases, tree.map(lambda x, i=i: x[i : i + 1], params.heads)), past[i, :, begin:], ahead
+            )
+            for i in range(members)
+        ]
+        found.append(tree.map(lambda *parts: torch.cat(parts), *own))
+        past = torch.cat([past, found[-1].mean], 2)
+    return tree.map(lambda *parts: torch.cat(parts, 2), *found)
+
+
 def likelihood(mean: Tensor, log_std: Tensor, target: Tensor, beta: float) -> Tensor:
     """Returns the negative log density of a Gaussian, weighted by std^(2 beta), element by element.
 
@@ -135,22 +165,22 @@ def likelihood(mean: Tensor, log_std: Tensor, target: Tensor, beta: float) -> Te
     return value * torch.exp(2 * beta * log_std).detach() if beta else value
 
 
-def predict(tensors: Mapping[str, Tensor], inputs: Mapping[str, Tensor], *, layers: int) -> dict[str, Tensor]:
+def predict(tensors: Mapping[str, Tensor], inputs: Mapping[str, Tensor], *, block: int) -> dict[str, Tensor]:
     """Forecasts from the tensors and arguments of a bundle.
 
     Args:
       tensors: of `named`.
       inputs: `states` [B, M, S] and `actions` [B, M + N - 1, A] in the units of the data, as in `forecast`; N is free.
-      layers: of each GRU.
+      block: of `roll_out`.
 
     Returns:
       `states` [B, N, S], the mean over members of forecasts that feed their own means back; `std`, root mean square of
       the members' standard deviations; `spread`, standard deviation of the members' means (0 for one member); both in
       the units of the data; `contacts` [B, N, C] and `terminations` [B, N], probabilities.
     """
-    params, scales = unnamed(tensors, layers)
+    params, scales = unnamed(tensors)
     states = normalizer.normalize(scales.state, inputs["states"])
-    found = forecast(params, states, normalizer.normalize(scales.action, inputs["actions"]))
+    found = roll_out(params, states, normalizer.normalize(scales.action, inputs["actions"]), block)
     return {
         "states": normalizer.denormalize(scales.state, found.mean.mean(0)),
         "std": scales.state.std * torch.exp(2 * found.log_std).mean(0).sqrt(),
@@ -165,22 +195,15 @@ def named(params: Model, scales: Scales) -> dict[str, Tensor]:
     return tree.named({"model": params, "scales": scales})
 
 
-def unnamed(tensors: Mapping[str, Tensor], layers: int) -> tuple[Model, Scales]:
+def unnamed(tensors: Mapping[str, Tensor]) -> tuple[Model, Scales]:
     """Returns parameters and statistics from `named` tensors."""
-
-    def head(name: str) -> Tensor | MLP:
-        if name == "keep":
-            return tensors["model/heads/keep"]
-        return tuple(
-            mlp.Linear(*(tensors[f"model/heads/{name}/{i}/{field}"] for field in mlp.Linear._fields)) for i in range(2)
-        )
-
-    bases = tuple(
-        recurrent.Layer(*(tensors[f"model/bases/{i}/{field}"] for field in recurrent.Layer._fields))
-        for i in range(layers)
-    )
-    scales = (Normalizer(tensors[f"scales/{x}/mean"], tensors[f"scales/{x}/std"]) for x in Scales._fields)
-    return Model(bases, Heads(*(head(name) for name in Heads._fields))), Scales(*scales)
+    found = naming.nested(tensors)
+    bases = tuple(recurrent.Layer(**layer) for layer in found["model"]["bases"])
+    heads = dict(found["model"]["heads"])
+    keep = heads.pop("keep")
+    made = {name: tuple(mlp.Linear(**layer) for layer in head) for name, head in heads.items()}
+    scales = (Normalizer(**found["scales"][name]) for name in Scales._fields)
+    return Model(bases, Heads(keep, **made)), Scales(*scales)
 
 
 def _heads(key: Tensor, a: Architecture) -> Heads:

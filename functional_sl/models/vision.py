@@ -34,6 +34,34 @@ class Encoder(NamedTuple):
     keypoints: int
 
 
+def check(encoder: Encoder, side: int | None = None) -> None:
+    """Refuses sizes that make no network.
+
+    Args:
+      encoder: the sizes.
+      side: S, pixels of a side of what it sees, where that is known.
+
+    Raises:
+      ValueError: names the setting, what it is and what it may be.
+    """
+    if bad := [width for width in encoder.widths if width < 1 or width % GROUP]:
+        raise ValueError(f"widths has {bad[0]}; a stage has a multiple of {GROUP} channels")
+    if not encoder.widths or len(encoder.strides) != len(encoder.widths):
+        raise ValueError(f"{len(encoder.widths)} widths and {len(encoder.strides)} strides; give one of each a stage")
+    if min(encoder.strides) < 1 or encoder.blocks < 1:
+        raise ValueError(f"strides={encoder.strides}, blocks={encoder.blocks}: must be at least 1")
+    if encoder.kernel < 1 or encoder.kernel % 2 == 0:
+        raise ValueError(f"kernel is {encoder.kernel}; it must be odd")
+    if side is None:
+        return
+    if encoder.kernel > side:
+        raise ValueError(f"kernel is {encoder.kernel}; it must not exceed the {side} pixels of a side that it sees")
+    for stride in (2, *encoder.strides):
+        side = math.ceil(side / stride)
+    if side < 2:
+        raise ValueError(f"strides={encoder.strides} leave 1 pixel a side, and nothing stands anywhere in it")
+
+
 def init(key: Tensor, encoder: Encoder) -> Parameters:
     """Returns fresh parameters: kernels N(0, 2 / inputs of an output), scales 1, shifts 0.
 
@@ -42,12 +70,9 @@ def init(key: Tensor, encoder: Encoder) -> Parameters:
       encoder: the sizes.
 
     Raises:
-      ValueError: for a width that is no multiple of GROUP, or another number of strides than of widths.
+      ValueError: as `check`.
     """
-    if bad := [width for width in encoder.widths if width < 1 or width % GROUP]:
-        raise ValueError(f"widths has {bad[0]}; a stage has a multiple of {GROUP} channels")
-    if not encoder.widths or len(encoder.strides) != len(encoder.widths):
-        raise ValueError(f"{len(encoder.widths)} widths and {len(encoder.strides)} strides; give one of each a stage")
+    check(encoder)
     draws = iter(keys.split(key, 2 + 3 * encoder.blocks * len(encoder.widths)))
 
     def convolution(outputs: int, inputs: int, kernel: int) -> Tensor:

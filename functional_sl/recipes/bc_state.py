@@ -115,7 +115,8 @@ def _errors(
     dropout: Tensor | None = None,
 ) -> dict[str, Tensor]:
     config, architecture = task.config, task.architecture
-    observation = chunks.disturbed(config, normalizer.normalize(scales.observation, batch.observation), noise)
+    observation = normalizer.normalize(scales.observation, chunks.observed(batch.observation, batch))
+    observation = chunks.disturbed(config, observation, noise)
     output = chunk_policy.output(params, architecture, observation, config.dropout, dropout)
     return chunks.errors(config.loss, architecture, scales, output, batch)
 

@@ -61,15 +61,14 @@ class BCVisual(chunks.Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("crop", "blocks", "keypoints"):
+        for name in ("picture", "crop", "blocks", "keypoints"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.longest is not None and self.longest < 1:
             raise ValueError(f"longest is {self.longest}; it must be at least 1, or none")
         if self.crop > self.picture:
             raise ValueError(f"crop is {self.crop}; it must not exceed picture={self.picture}")
-        if self.kernel < 1 or self.kernel % 2 == 0:
-            raise ValueError(f"kernel is {self.kernel}; it must be odd")
+        vision.check(Encoder(3, self.kernel, self.widths, self.strides, self.blocks, self.keypoints), self.crop)
         if self.camera is None and (self.demonstrations is None or self.world is not None):
             raise ValueError("rollouts and generated demonstrations need a camera; without one name a file, world=none")
 
@@ -185,7 +184,7 @@ def _errors(
     dropout: Tensor | None = None,
 ) -> dict[str, Tensor]:
     config, architecture = task.config, task.architecture
-    own = normalizer.normalize(scales.observation, batch.observation.proprioception)
+    own = normalizer.normalize(scales.observation, chunks.observed(batch.observation.proprioception, batch))
     own = chunks.disturbed(config, own, noise)
     output = visual_policy.output(params, architecture, image, own, config.dropout, dropout)
     return chunks.errors(config.loss, architecture.head, scales, output, batch)

@@ -1,12 +1,14 @@
 """What the recipes that clone chunks of actions share: settings, the error of a chunk, what is told of the data.
 
 An item is one supervised step of a chunk; its error is a mean over the action's channels, in units of the
-normaliser. What stands in steps that are not supervised changes no bit of loss and gradient.
+normaliser. What stands in steps that are not supervised changes no bit of loss and gradient, and neither does what is
+observed in a window without a supervised step.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -61,9 +63,13 @@ class Settings:
         for name in ("episodes", "evaluation_episodes", "history", "chunk", "components"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("disturbance", "observation_noise", "std_floor"):
-            if not getattr(self, name) >= 0.0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must not be negative")
+        for name in ("disturbance", "observation_noise"):
+            if not 0.0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be finite and not negative")
+        if not 0.0 < self.std_floor < math.inf:
+            raise ValueError(f"std_floor is {self.std_floor}; it must be finite and positive")
+        if any(width < 1 for width in self.hidden):
+            raise ValueError(f"hidden is {self.hidden}; a layer has at least 1 unit")
         if not 1 <= self.execute <= self.chunk:
             raise ValueError(f"execute is {self.execute}; it must be between 1 and chunk={self.chunk}")
         if not 0.0 < self.held_out < 1.0 or not 0.0 <= self.dropout < 1.0:
@@ -97,11 +103,19 @@ def head(config: Settings, observation: int, action: int) -> Architecture:
 
 
 def scales(config: Settings, observation: Tensor, frames: Frames) -> Scales:
-    """Returns the normalisers of observations [T, O] and of the actions that count."""
+    """Returns the normalisers of observations [T, O] and of actions, over the frames that count."""
     return Scales(
-        normalizer.fit(observation, floor=config.std_floor),
+        normalizer.fit(observation, frames.valid, config.std_floor),
         normalizer.fit(frames.action, frames.valid, config.std_floor),
     )
+
+
+def observed(observation: Tensor, batch: Windows) -> Tensor:
+    """Returns observations [B, H, O] that are zero in windows without a supervised step.
+
+    Before any arithmetic: a NaN there would be one in the gradient, whatever its weight.
+    """
+    return torch.where(batch.valid.any(1)[:, None, None], observation, 0.0)
 
 
 def disturbed(config: Settings, observation: Tensor, key: Tensor | None) -> Tensor:
@@ -191,7 +205,7 @@ def schema(config: Settings, stored: Episodes, training: Frames, name: str, obse
     anchors = torch.arange(len(training.valid))
     chunks = windows.window(training._replace(observation=()), anchors, 1, config.chunk, config.padding).valid
     dead = {
-        name: normalizer.constant(observation, None, config.std_floor),
+        name: normalizer.constant(observation, training.valid, config.std_floor),
         ACTION: normalizer.constant(training.action, training.valid, config.std_floor),
     }
     named = channels(stored.schema)

@@ -4,7 +4,7 @@
 
 An item is one pair of a window and a forecast step k whose true state is in the window's episode; steps behind its end
 are none, and neither a decay nor they change what the sum is divided by. N = 1 is teacher forcing. Free-running
-forecasts on held-out episodes, up to hundreds of steps, judge the model: at a short horizon the two do not differ.
+forecasts of held-out episodes, up to hundreds of steps, judge the model (`rwm_forecasts`).
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from functional_sl.bundle import Bundle
 from functional_sl.models import normalizer, rwm
 from functional_sl.models.rwm import Architecture, Model, Scales
 from functional_sl.recipe import Recipe
+from functional_sl.recipes import rwm_forecasts
+from functional_sl.recipes.rwm_forecasts import Judged
 from functional_sl.run import figures, files
 from functional_sl.run.cli import option
 from functional_sl.sources import episodes, quadruped
@@ -31,8 +33,8 @@ from functional_sl.sources.episodes import Episodes
 from functional_sl.step import Aux
 
 FILE = "rollouts.safetensors"
-_GREATEST = 1e3  # an error of a forecast, in standard deviations
-_SPLIT = 1  # stream of the data's seed
+_AT_ONCE = 256  # forecasts
+_SPLIT = quadruped.STREAM + 1  # of the data's seed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +56,8 @@ class RWM:
     head: int = option(128, "Hidden units of each head.")
     members: int = option(1, "Members of the ensemble, each with a bootstrap sample of every batch.")
     horizons: tuple[int, ...] = option((1, 8, 32, 100, 368), "Steps of free-running forecasts.", group="Evaluation")
-    evaluation_episodes: int = option(100, "Held-out episodes that are forecast from their beginning, at most.")
+    block: int = option(8, "Steps after which a free-running forecast reads its own last M frames anew.")
+    evaluation_every: int = option(120, "Frames of a held-out episode from one forecast to the next.")
 
     def __post_init__(self) -> None:
         """Raises ValueError for the first setting, or pair of settings, that cannot be meant."""
@@ -113,7 +116,7 @@ class Prepared(NamedTuple):
     task: Task
     training: Frames
     held_out: Frames
-    whole: Frames  # held-out episodes that last for the longest horizon, a window at the beginning of each
+    judged: Frames  # held-out, with the windows of `judged_windows`
 
 
 def prepare(config: RWM) -> Prepared:
@@ -121,17 +124,17 @@ def prepare(config: RWM) -> Prepared:
     stored = _episodes(config)
     training, held_out = episodes.split(stored, config.held_out, keys.fold_in(keys.key(config.data_seed), _SPLIT))
     frames = frames_of(training, config.history, 1)
-    whole = whole_episodes(held_out, config.history + max(config.horizons), config.evaluation_episodes)
+    judged = judged_windows(held_out, config)
     scales = Scales(normalizer.fit(frames.state), normalizer.fit(frames.action))
     sizes = (frames.state.shape[1], frames.action.shape[1], frames.contact.shape[1])
     architecture = Architecture(*sizes, config.hidden, config.layers, config.head, config.members)
     task = Task(config, architecture, scales, stored.schema)
-    return Prepared(task, frames, frames_of(held_out, config.history, config.forecast), whole)
+    return Prepared(task, frames, frames_of(held_out, config.history, config.forecast), judged)
 
 
 def build(config: RWM) -> Recipe:
     """Generates or reads the roll-outs and returns the task."""
-    task, training, held_out, whole = prepare(config)
+    task, training, held_out, judged = prepare(config)
     return Recipe(
         name="rwm",
         schema=schema(task),
@@ -143,10 +146,10 @@ def build(config: RWM) -> Recipe:
         loss=functools.partial(loss, task),
         batches=functools.partial(batches, task),
         validate=functools.partial(validate, task),
-        evaluate=functools.partial(evaluate, task, whole),
+        evaluate=functools.partial(evaluate, task, judged),
         score=lambda found: -found[f"nrmse_{max(config.horizons)}"],
-        bundle=functools.partial(bundle, task, whole),
-        draw=functools.partial(draw, task, whole),
+        bundle=functools.partial(bundle, task, judged),
+        draw=functools.partial(draw, task, judged),
     )
 
 
@@ -168,20 +171,18 @@ def frames_of(recorded: Episodes, history: int, stride: int) -> Frames:
     return Frames(*values, end, anchor)
 
 
-def whole_episodes(recorded: Episodes, length: int, at_most: int) -> Frames:
-    """Returns the first episodes of at least `length` frames, with one window at the beginning of each.
+def judged_windows(held_out: Episodes, config: RWM) -> Frames:
+    """Returns held-out episodes with the windows that are forecast: one every `evaluation_every` frames of each.
 
     Raises:
-      ValueError: if there is none.
+      ValueError: if no episode has the longest horizon.
     """
-    chosen = (recorded.lengths >= length).nonzero()[:at_most, 0]
-    if not len(chosen):
-        longest = int(recorded.lengths.max())
+    longest, needed = int(held_out.lengths.max()), config.history + max(config.horizons)
+    if longest < needed:
         raise ValueError(
-            f"no held-out episode has {length} frames, the longest has {longest}: more steps, or shorter horizons"
+            f"no held-out episode has {needed} frames, the longest has {longest}: more steps, or shorter horizons"
         )
-    kept = episodes.select(recorded, chosen)
-    return frames_of(kept, 1, 1)._replace(anchor=episodes.starts(kept))
+    return frames_of(held_out, config.history, config.evaluation_every)
 
 
 def window(frames: Frames, anchor: Tensor, history: int, forecast: int) -> tuple[Tensor, ...]:
@@ -214,8 +215,10 @@ def bootstrap(key: Tensor, rows: int, members: int) -> Tensor:
     """
     if members == 1:
         return torch.ones(rows, 1, dtype=torch.int64, device=key.device)
-    drawn = keys.randint(key, (members, rows), 0, rows)
-    return (drawn == torch.arange(rows, device=key.device)[:, None, None]).sum(-1)
+    drawn = torch.sort(keys.randint(key, (members, rows), 0, rows)).values
+    # Where each row's draws begin and, a row on, end: no atomics, and no table of rows by draws.
+    bounds = torch.arange(rows + 1, device=key.device).expand(members, -1).contiguous()
+    return torch.diff(torch.searchsorted(drawn, bounds)).T
 
 
 def batches(task: Task, frames: Frames, batch_size: int) -> Iterator[Windows]:
@@ -273,55 +276,17 @@ def _errors(task: Task, params: Model, scales: Scales, batch: Windows, noise: Te
     return {name: torch.where(weight > 0, weight * part, 0.0).sum() for name, part in parts.items()}
 
 
-class Errors(NamedTuple):
-    """Errors of E forecasts over H steps, in units of the training set's standard deviation."""
-
-    squared: Tensor  # [E, H], mean over the state's channels
-    absolute: Tensor  # [E, H], sum over channels
-    scale: Tensor  # [E, H], the true state's sum of absolute values
-
-
-def errors(predicted: Tensor, true: Tensor) -> Errors:
-    """Returns the errors of normalised states [E, H, S]; one is cut at 1000, also where it is no longer finite."""
-    gap = torch.nan_to_num((predicted - true).abs(), nan=_GREATEST).clamp(max=_GREATEST)
-    return Errors(gap.square().mean(-1), gap.sum(-1), true.abs().sum(-1))
+def judge(task: Task, judged: Frames, params: Model, scales: Scales) -> Judged:
+    """Returns the free-running forecasts of all windows of `judged`."""
+    c = task.config
+    windows = (window(judged, part, c.history, max(c.horizons)) for part in judged.anchor.split(_AT_ONCE))
+    episode = torch.unique(judged.end[judged.anchor], return_inverse=True)[1]
+    return rwm_forecasts.judge(params, scales, c.history, c.block, windows, episode)
 
 
-def figures_of(found: Errors, horizons: tuple[int, ...], prefix: str = "") -> dict[str, float]:
-    """Returns `nrmse_h` and `l1_h`, over all trajectories and steps up to each horizon h.
-
-    The first is the root of the mean squared error; the second the mean of the sum of |error| over that of |state|.
-    """
-    return {
-        f"{prefix}{name}_{h}": value
-        for h in horizons
-        for name, value in (
-            ("nrmse", float(found.squared[:, :h].mean().sqrt())),
-            ("l1", float((found.absolute / found.scale)[:, :h].mean())),
-        )
-    }
-
-
-def free_running(task: Task, whole: Frames, params: Model, scales: Scales) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns forecast, held and true states [E, H, S], normalised, on the host; the forecast feeds means back."""
-    c, like = task.config, params.heads.mean[0].weight
-    horizon = max(c.horizons)
-    state, action, *_ = window(whole, whole.anchor, c.history, horizon)
-    state, action = (normalizer.normalize(n, x.to(like)) for n, x in ((scales.state, state), (scales.action, action)))
-    with torch.no_grad():
-        predicted = rwm.forecast(params, state[:, : c.history], action).mean.mean(0)
-    held = state[:, c.history - 1 : c.history].expand_as(predicted)
-    return predicted.cpu(), held.cpu(), state[:, c.history :].cpu()
-
-
-def evaluate(task: Task, whole: Frames, params: Model, scales: Scales) -> Mapping[str, float]:
-    """Returns the errors of forecasts over held-out episodes, beside those of the state that is held.
-
-    Keys are such as `nrmse_368`, `l1_368`, `hold_nrmse_368` and `hold_l1_368`.
-    """
-    predicted, held, true = free_running(task, whole, params, scales)
-    horizons = task.config.horizons
-    return figures_of(errors(predicted, true), horizons) | figures_of(errors(held, true), horizons, "hold_")
+def evaluate(task: Task, judged: Frames, params: Model, scales: Scales) -> Mapping[str, float]:
+    """Returns the figures of `rwm_forecasts.figures` over all held-out episodes, falls included."""
+    return rwm_forecasts.figures(judge(task, judged, params, scales), task.config.horizons)
 
 
 def schema(task: Task) -> dict[str, Any]:
@@ -333,14 +298,14 @@ def schema(task: Task) -> dict[str, Any]:
     }
 
 
-def bundle(task: Task, whole: Frames, params: Model, scales: Scales) -> Bundle:
+def bundle(task: Task, judged: Frames, params: Model, scales: Scales) -> Bundle:
     """Returns the model with all that reading its numbers takes, and two held-out windows to check itself."""
     c = task.config
-    state, action, *_ = window(whole, whole.anchor[:2], c.history, c.forecast)
+    state, action, *_ = window(judged, judged.anchor[:2], c.history, c.forecast)
     channels = {x["name"]: x["channels"] for x in episodes.as_json(task.schema)["features"]}
     return Bundle(
         predict="functional_sl.models.rwm:predict",
-        arguments={"layers": c.layers},
+        arguments={"block": c.block},
         tensors=rwm.named(params, scales),
         about={
             "recipe": "rwm",
@@ -370,19 +335,23 @@ def bundle(task: Task, whole: Frames, params: Model, scales: Scales) -> Bundle:
     )
 
 
-def draw(task: Task, whole: Frames, params: Model, scales: Scales, folder: str) -> None:
-    """Draws the error at every step beside the held state's, and the base's velocity in the first episode."""
-    predicted, held, true = free_running(task, whole, params, scales)
-    time = task.schema.step_dt * torch.arange(1, true.shape[1] + 1)
+def draw(task: Task, judged: Frames, params: Model, scales: Scales, folder: str) -> None:
+    """Draws the error at every step beside the floors', and the base's velocity in the first whole forecast."""
+    c, found = task.config, judge(task, judged, params, scales)
+    time = task.schema.step_dt * torch.arange(1, found.valid.shape[1] + 1)
+    labels = {rwm_forecasts.MODEL: "RWM", rwm_forecasts.HOLD: "hold last", rwm_forecasts.MEAN: "training mean"}
     curves = [
-        figures.Series(label, time, errors(x, true).squared.mean(0).sqrt())
-        for label, x in (("RWM", predicted), ("hold last", held))
+        figures.Series(label, time, rwm_forecasts.by_step(found.errors[name].squared, found.valid).sqrt())
+        for name, label in labels.items()
     ]
     text = {"title": "Free-running error", "xlabel": "time (s)", "ylabel": "RMSE (standard deviations)"}
     figures.learning_curve(Path(folder) / "error.png", curves, **text)
+    first = judged.anchor[found.valid.all(1)][:1]
+    state, action, *_ = window(judged, first, c.history, max(c.horizons))
+    run = rwm_forecasts.run(params, scales, c.history, c.block, state, action)
     names = [name for name, _ in task.schema.features[0].channels]
     for i in range(min(3, len(names))):
-        curves = [figures.Series(label, time, x[0, :, i]) for label, x in (("true", true), ("RWM", predicted))]
+        curves = [figures.Series(label, time, x[0, :, i]) for label, x in (("true", run.true), ("RWM", run.mean))]
         text = {"title": f"{names[i]} of one episode", "xlabel": "time (s)", "ylabel": "standard deviations"}
         figures.learning_curve(Path(folder) / f"trajectory_{names[i]}.png", curves, **text)
 
@@ -414,7 +383,7 @@ _PAPER = {
 _SMALL = {
     "train": _TRAIN
     | {"updates": 3_000, "batch_size": 64, "learning_rate": 3e-3, "lr_end": 1e-5, "validate_every": 1_000},
-    "recipe": {"hidden": 64, "head": 64, "history": 16},
+    "recipe": {"hidden": 64, "head": 64, "history": 16, "worlds": 192},
 }
 SIZES = {
     "small": _SMALL,

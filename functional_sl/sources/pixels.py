@@ -1,8 +1,8 @@
 """Pictures of worlds, drawn without a display: cameras as pure functions of a world's state, and what they record.
 
 A camera is named as `package.module:name`. Its scene says, for a batch of observations, which capsules stand before
-it, and a rasteriser in torch draws them with smooth edges. The bytes are made of +, -, *, / and square roots alone,
-which every machine rounds alike, so a picture is the same on every device, one by one or in batches.
+it, and a rasteriser in torch draws them with smooth edges: +, -, *, / and square roots, each in a kernel of its own. A
+picture has the same bytes one by one and in batches.
 
 The robot gets the picture and those channels of the observation that it senses itself (`Camera.proprioception`);
 what else the observation tells has to be seen.
@@ -66,7 +66,9 @@ def load(name: str) -> Camera:
 
 def render(camera: Camera, observation: Tensor, size: int) -> Tensor:
     """Returns the pictures uint8 [N, 3, S, S] of observations [N, O], S = `size`."""
-    ticks = camera.extent * ((torch.arange(size, device=observation.device) + 0.5) * 2.0 / size - 1.0)
+    centres = (torch.arange(size, device=observation.device) + 0.5) * 2.0
+    # By a tensor: CUDA multiplies by the rounded reciprocal of a Python number.
+    ticks = camera.extent * (centres / torch.full_like(centres, size) - 1.0)
     x, y = ticks[None, None, :], -ticks[None, :, None]
     image = torch.full((len(observation), 3, size, size), BACKGROUND, device=observation.device)
     for capsule in camera.scene(observation):

@@ -27,6 +27,7 @@ from functional_sl.sources.episodes import Episodes, Feature, Schema
 LEGS = ("FL", "FR", "RL", "RR")
 CONTACTS = tuple(f"{leg}_{part}" for part in ("thigh", "calf") for leg in LEGS)
 TOUCH = 1.0  # N, above which a body counts as touching
+STREAM = 1 << 20  # of a seed: the roll-outs; far from the few that a trainer folds into a seed of its own
 STYLES = ("stand", "wander", "gait", "squat", "jerk")
 _SIDE = (1.0, -1.0, 1.0, -1.0)  # left legs, right legs
 # Phases of the legs in turns: trot, pace, bound, pronk.
@@ -257,7 +258,7 @@ def generate(seed: int, worlds: int, steps: int, longest: int) -> Episodes:
     """
     sim = make_simulator()
     try:
-        ring = roll_out(sim, keys.key(seed), worlds, steps, longest)
+        ring = roll_out(sim, keys.fold_in(keys.key(seed), STREAM), worlds, steps, longest)
     finally:
         sim.close()
     asked = {"seed": seed, "worlds": worlds, "steps": steps, "longest": longest}

@@ -31,6 +31,8 @@ from functional_sl.sources.rigid_shapes import KINDS, Shape
 FORMAT, VERSION = "functional_sl.rigid_bodies", "1"
 FRAME_DT = 1 / 120  # s
 SUBSTEPS = 6
+FEWEST_POINTS = 24  # of an object: a convex body has up to 20 corners
+MOST_OBJECTS = 8
 CONVENTIONS = {
     "frame_dt": FRAME_DT,
     "substeps": SUBSTEPS,
@@ -81,12 +83,13 @@ def generate(key: Tensor, count: int, ranges: Ranges) -> Scenes:
       ranges: how many objects, points and frames.
 
     Raises:
-      ValueError: for a range that holds nothing, or too few points for a body.
+      ValueError: as `check`, or without a scene.
       ImportError: if MuJoCo is not installed.
     """
-    (fewest, most), (least, greatest) = ranges.objects, ranges.points
-    if not (1 <= fewest <= most <= 8 and 24 <= least <= greatest and ranges.frames >= 3 and count >= 1):
-        raise ValueError(f"{count} scenes of {ranges}: 1 to 8 objects, 24 points or more, 3 frames or more")
+    check(ranges)
+    if count < 1:
+        raise ValueError(f"{count} scenes: must be at least 1")
+    most, greatest = ranges.objects[1], ranges.points[1]
     drawn = keys.uniform(keys.fold_in(key, 0), (count, most, 64), dtype=torch.float64).numpy()
     normal = keys.normal(keys.fold_in(key, 1), (count, most, greatest, 3), dtype=torch.float64).numpy()
     spread = keys.uniform(keys.fold_in(key, 2), (count, most, greatest, 4), dtype=torch.float64).numpy()
@@ -95,13 +98,31 @@ def generate(key: Tensor, count: int, ranges: Ranges) -> Scenes:
     return _ordered(Scenes(**{n: x.to(torch.float32) if x.is_floating_point() else x for n, x in stacked.items()}))
 
 
+def check(ranges: Ranges) -> None:
+    """Refuses what no scene can be drawn from.
+
+    Raises:
+      ValueError: names the first field that cannot be meant, its value and what may stand there.
+    """
+    for name, least, most in (("objects", 1, MOST_OBJECTS), ("points", FEWEST_POINTS, math.inf)):
+        ends = getattr(ranges, name)
+        if len(ends) != 2 or not least <= ends[0] <= ends[1] <= most:
+            rule = f"from {least} to {most}" if most < math.inf else f"at least {least}"
+            raise ValueError(f"{name}={ends}: must be the fewest and the most, {rule}")
+    if ranges.frames < 3:
+        raise ValueError(f"frames={ranges.frames}: must be at least 3")
+    for name in ("height", "throw", "spin"):
+        if not 0 <= getattr(ranges, name) < math.inf:
+            raise ValueError(f"{name}={getattr(ranges, name)}: must be finite and not negative")
+
+
 def write(path: str | Path, scenes: Scenes, drawn: Mapping[str, Any]) -> None:
     """Writes scenes as one safetensors file, whole or not at all.
 
     Args:
       path: the file.
       scenes: of this machine's simulator.
-      drawn: JSON, how they were drawn: seed, count and ranges.
+      drawn: JSON, how they were drawn: seed, stream, count and ranges.
     """
     about = conventions() | {"drawn": dict(drawn)}
     header = {
@@ -114,8 +135,8 @@ def write(path: str | Path, scenes: Scenes, drawn: Mapping[str, Any]) -> None:
     files.write_whole(Path(path), safetensors.torch.save(tree.clone(scenes._asdict()), header))
 
 
-def read(path: str | Path, drawn: Mapping[str, Any] | None = None) -> tuple[Scenes, str]:
-    """Returns the scenes of a file and the simulator that it names.
+def read(path: str | Path, drawn: Mapping[str, Any] | None = None) -> tuple[Scenes, dict[str, Any]]:
+    """Returns the scenes of a file and what it tells of them: `CONVENTIONS`, `simulator` and `drawn`.
 
     Args:
       path: of `write`.
@@ -143,7 +164,7 @@ def read(path: str | Path, drawn: Mapping[str, Any] | None = None) -> tuple[Scen
     if wrong := sorted(name for name in expected.keys() | about.keys() if about.get(name) != expected.get(name)):
         name = wrong[0]
         raise ValueError(f"{path}: {name!r} is {about.get(name)!r}, expected {expected.get(name)!r}")
-    return scenes, about["simulator"]
+    return scenes, about
 
 
 def conventions() -> dict[str, Any]:
@@ -272,12 +293,15 @@ def _simulate(model: Any, starts: np.ndarray, frames: int) -> tuple[np.ndarray, 
     data = mujoco.MjData(model)
     data.qpos[:], data.qvel[:] = starts[:, :7].flatten(), starts[:, 7:].flatten()
     mujoco.mj_forward(model, data)
-    positions, quaternions = np.empty((frames, len(starts), 3)), np.empty((frames, len(starts), 4))
+    # Without a frame that counts all stay at the origin.
+    positions = np.zeros((frames, len(starts), 3))
+    quaternions = np.broadcast_to([1.0, 0.0, 0.0, 0.0], (frames, len(starts), 4)).copy()
     for frame in range(frames):
         mujoco.mj_kinematics(model, data)
         sound = np.isfinite(data.qpos).all() and np.abs(data.xipos).max() < _GREATEST
         if not sound or any(warning.number for warning in data.warning):
-            positions[frame:], quaternions[frame:] = positions[frame - 1], quaternions[frame - 1]
+            last = max(frame - 1, 0)
+            positions[frame:], quaternions[frame:] = positions[last], quaternions[last]
             return positions, quaternions, frame
         positions[frame], quaternions[frame] = data.xipos[1:], data.qpos.reshape(-1, 7)[:, 3:]
         mujoco.mj_step(model, data, SUBSTEPS)

@@ -30,18 +30,42 @@ class Clips(NamedTuple):
 def sample(data: Scenes, key: Tensor, batch_size: int, *, steps: tuple[int, ...], length: int) -> Clips:
     """Returns clips of random scenes, step sizes and starts, each with at least one supervised frame.
 
-    Half of them are turned about the vertical by a multiple of 5 degrees, half have their objects in another order.
+    A step size is drawn first, then one of the scenes that last longer than two of its steps. Half of the clips are
+    turned about the vertical by a multiple of 5 degrees, half have their objects in another order.
+
+    Args:
+      data: at least one scene is long enough for every step size, see `check`.
+      key: [2].
+      batch_size: B.
+      steps: step sizes in frames.
+      length: T, frames of a clip.
     """
     # One draw for everything: the rounds of the generator are most of what a compiler sees of this function.
     u = keys.uniform(key, (batch_size, 6 + data.objects.shape[1]))
-    chosen = _floor(u[:, 0], torch.full_like(u[:, 0], len(data.lengths)))
     size = _floor(u[:, 1], torch.full_like(u[:, 1], len(steps)))
     step = torch.stack([torch.where(size == i, frames, 0) for i, frames in enumerate(steps)]).sum(0)
+    # The longest scenes first, so that those that are long enough for a step are the first ones.
+    longest = data.lengths.argsort(descending=True, stable=True)
+    chosen = longest[_floor(u[:, 0], (data.lengths > 2 * step[:, None]).sum(-1))]
     start = _floor(u[:, 2], data.lengths[chosen] - 2 * step)
     batch = at(data, chosen, start, step, length)
     angle = torch.where(u[:, 3] < 0.5, torch.floor(72 * u[:, 4]) * _TURN, 0.0)
     order = torch.where(u[:, 5:6] < 0.5, u[:, 6:].argsort(-1), torch.arange(u.shape[1] - 6, device=key.device))
     return _shuffled(_turned(batch, angle), order)
+
+
+def check(data: Scenes, steps: tuple[int, ...]) -> None:
+    """Refuses data in which no scene lasts for a clip of every step size.
+
+    Raises:
+      ValueError: names the step size and the longest scene.
+    """
+    longest, step = int(data.lengths.max()), max(steps)
+    if longest <= 2 * step:
+        raise ValueError(
+            f"the longest of the training scenes ends after {longest} frames, and a clip of step {step} takes "
+            f"{2 * step + 1}: throw more gently, or take smaller steps"
+        )
 
 
 def at(data: Scenes, chosen: Tensor, start: Tensor, step: Tensor, length: int) -> Clips:

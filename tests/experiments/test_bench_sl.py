@@ -39,6 +39,14 @@ def test_losses_of_other_recipes_agree(recipe: str) -> None:
         assert bench_sl.compare(bench_sl.prepare(settings, here), here, settings) < 1e-4
 
 
+def test_a_recipe_brings_its_sizes() -> None:
+    for recipe, size in (("rigidformer", "medium"), ("rwm", "three_step"), ("bc_visual", "paper")):
+        assert bench_sl.Settings(recipe=recipe, size=size).size == size
+        assert twins.load(recipe).settings(size) is not None
+    with pytest.raises(ValueError, match="size=medium: the sizes of nerd are small, paper"):
+        bench_sl.Settings(size="medium")
+
+
 def test_both_are_timed() -> None:
     with world("cpu") as here:
         result = bench_sl.measure(SETTINGS, here)

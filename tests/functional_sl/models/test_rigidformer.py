@@ -174,10 +174,11 @@ def test_a_fresh_network_lets_everything_fall_freely() -> None:
         steps = rigidformer.roll_out(
             params, SIZES, bodies, before, now, *torch.tensor([[size] * 2, [dt] * 2], dtype=torch.float64), 4
         )
-        expected = rigid_motion.fall(before, now, dt, 4)
         for i, step in enumerate(steps):
-            there = bodies.objects[..., None]
-            gap = torch.where(there, step.pose.position - expected.position[:, i], 0.0)
+            there, n = bodies.objects[..., None], i + 1
+            drop = torch.tensor([0.0, 0.0, -9.81 * dt**2 * n * (n + 1) / 2], dtype=torch.float64)  # sum of 1 .. n
+            expected = now.position + n * (now.position - before.position) + drop
+            gap = torch.where(there, step.pose.position - expected, 0.0)
             assert float(gap.abs().max()) < 1e-10
             assert float((torch.where(there[..., None], step.pose.rotation - now.rotation, 0.0)).abs().max()) < 1e-10
 
@@ -262,6 +263,42 @@ def test_points_come_in_any_order() -> None:
     found, expected = (rigidformer.predict(named, x, **arguments) for x in (other, inputs))
     for name, x in expected.items():
         assert torch.equal(torch.nan_to_num(found[name][bodies.objects]), torch.nan_to_num(x[bodies.objects])), name
+
+
+def test_a_body_that_lands_slides_and_turns_no_further() -> None:
+    """A rod 0.2 m long, upright, its middle at 0.125 m, moves 0.01 m to the right and turns 0.001 rad in a frame.
+
+    With dt = 0.1 s and g = -1 m/s^2 it falls 0.01 m to 0.115, then would fall 0.02 m to 0.095: it stands at 0.1.
+    """
+    points = torch.tensor([[[[0.0, 0, 0.1], [0, 0, -0.1], [9, 9, -9]]]])
+    bodies = Bodies(
+        points, torch.tensor([[[True, True, False]]]), torch.ones(1, 1, dtype=torch.bool), torch.ones(1, 1, 3)
+    )
+    angle = torch.tensor(1e-3)
+    turn = torch.tensor([[1.0, 0, 0], [0, angle.cos(), -angle.sin()], [0, angle.sin(), angle.cos()]])
+    before = Pose(torch.eye(3)[None, None], torch.tensor([[[0.0, 0, 0.125]]]))
+    now = Pose(turn[None, None], torch.tensor([[[0.01, 0, 0.125]]]))
+    found = rigid_motion.land(bodies, before, now, 0.1, 4, gravity=-1.0, sliding=0.5)
+    torch.testing.assert_close(found.position[0, :, 0, 2], torch.tensor([0.115, 0.1, 0.1, 0.1]), rtol=0, atol=1e-5)
+    # The step in which it lands is a whole one; each later one is half of that before.
+    torch.testing.assert_close(found.position[0, :, 0, 0], torch.tensor([0.02, 0.03, 0.035, 0.0375]), rtol=0, atol=1e-6)
+    torch.testing.assert_close(found.rotation[0, 0, 0], turn @ turn)
+    assert torch.equal(found.rotation[0, 1], found.rotation[0, 0])
+    assert torch.equal(found.rotation[0, 3], found.rotation[0, 0])
+
+
+def test_the_nearest_point_is_found_far_from_the_origin() -> None:
+    """Two clouds of 5 cm, 5 m away: in float32 the displacement is as short as a search in float64 finds, to 1e-6 m."""
+    corner = torch.tensor([5.0, 5.0, 0.5])
+    points = 0.05 * keys.uniform(keys.key(4), (1, 2, 100, 3))
+    objects = torch.ones(1, 2, dtype=torch.bool)
+    bodies = Bodies(points, torch.ones(1, 2, 100, dtype=torch.bool), objects, torch.ones(1, 2, 3))
+    pose = Pose(torch.eye(3).expand(1, 2, 3, 3), corner.expand(1, 2, 3))
+    world = point_encoder.place(bodies, pose)
+    found = point_encoder.nearest(bodies, pose, world).double().norm(dim=-1)[0]
+    distances = torch.cdist(world[0, 0].double(), world[0, 1].double())
+    for o, expected in enumerate((distances.amin(1), distances.amin(0))):
+        torch.testing.assert_close(found[o], expected, rtol=0, atol=1e-6)
 
 
 def test_errors_of_poses_by_hand() -> None:

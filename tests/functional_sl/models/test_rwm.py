@@ -127,6 +127,26 @@ def test_the_noise_moves_later_steps_alone_and_has_a_gradient_through_the_mean()
     assert not any(bool(x.any()) for x in tree.leaves(gradient.log_std))
 
 
+@pytest.mark.parametrize("block", [1, 2, 3, 8])
+def test_a_long_forecast_reads_the_last_frames_anew_after_every_block(block: int) -> None:
+    """Seven steps of two members, each alone and from a window that is cut by hand, in float64 to 1e-12."""
+    params = double(rwm.init(keys.key(4), TINY._replace(members=2)))
+    states, _ = inputs(torch.float64)
+    actions = keys.normal(keys.key(7), (ROWS, M + 6, 2), torch.float64)
+    found = rwm.roll_out(params, states, actions, block)
+    assert found.log_std.shape == (2, ROWS, 7, 3)
+    for member in range(2):
+        alone = params._replace(heads=tree.map(lambda x, i=member: x[i : i + 1], params.heads))
+        for k in range(7):
+            begin = k // block * block
+            past = torch.cat([states, found.mean[member, :, :begin]], 1)[:, -M:]
+            part = rwm.forecast(alone, past, actions[:, begin : M + k])
+            for whole, own in zip(found, part, strict=True):
+                torch.testing.assert_close(whole[member, :, k], own[0, :, k - begin], rtol=0, atol=1e-12)
+    if block == 8:
+        assert_bits_equal(found, rwm.forecast(params, states, actions))
+
+
 def test_parameters_of_the_papers_sizes() -> None:
     """45 states, 12 actions, 8 contacts: 2 * 636,672 of the GRUs, 77,402 and 66,953 of the heads, 45 shares."""
     paper = Architecture(45, 12, 8)
@@ -212,12 +232,12 @@ def test_a_bundles_function_repeats_the_forecast_in_units_of_the_data(members: i
     )
     states, actions = inputs()
     raw = {"states": states * scales.state.std + scales.state.mean, "actions": 3 * actions}
-    out = rwm.predict(rwm.named(params, scales), raw, layers=2)
+    out = rwm.predict(rwm.named(params, scales), raw, block=N)
     found = rwm.forecast(params, states, actions)
     torch.testing.assert_close(
         out["states"], found.mean.mean(0) * scales.state.std + scales.state.mean, rtol=1e-5, atol=1e-5
     )
-    assert_bits_equal(rwm.unnamed(rwm.named(params, scales), 2), (params, scales))
+    assert_bits_equal(rwm.unnamed(rwm.named(params, scales)), (params, scales))
     shapes = {name: tuple(x.shape) for name, x in out.items()}
     assert shapes == {
         "states": (ROWS, N, 3), "std": (ROWS, N, 3), "spread": (ROWS, N, 3), "contacts": (ROWS, N, 2),

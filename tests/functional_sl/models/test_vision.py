@@ -119,6 +119,8 @@ def test_a_compiled_gradient_agrees() -> None:
     [
         ({"widths": (8, 12)}, "widths has 12; a stage has a multiple of 8"),
         ({"strides": (2,)}, "2 widths and 1 strides"),
+        ({"strides": (1, 0)}, "must be at least 1"),
+        ({"blocks": 0}, "must be at least 1"),
     ],
 )
 def test_wrong_sizes_are_named(changes: dict[str, Any], message: str) -> None:

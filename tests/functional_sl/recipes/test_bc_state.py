@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from functional_sl import bundle, export, keys, optim, recipe, schedules, step, tree
-from functional_sl.models import chunk_policy, mixture
+from functional_sl.models import chunk_policy, mixture, normalizer
 from functional_sl.models.chunk_policy import Architecture
 from functional_sl.models.mlp import Linear
 from functional_sl.recipe import Recipe
@@ -66,6 +66,36 @@ def test_what_is_padded_changes_no_bit(tmp_path: pathlib.Path, loss: str) -> Non
 
     for fill in (torch.nan, 1e6, torch.inf):
         assert_bits_equal(graded(fill), graded(0.0))
+
+
+def test_what_is_observed_without_a_supervised_step_changes_no_bit(tmp_path: pathlib.Path) -> None:
+    made = built(tmp_path)
+    params, buffers = made.init(keys.key(0))
+    batch = all_windows(made)
+    batch = batch._replace(valid=batch.valid & (torch.arange(len(batch.valid)) % 3 > 0)[:, None])
+
+    def graded(fill: float) -> tuple[Any, Any]:
+        seen = torch.where(batch.valid.any(1)[:, None, None], batch.observation, fill)
+        filled = batch._replace(observation=seen)
+        return torch.func.grad_and_value(lambda p: made.loss(p, buffers, filled, keys.key(1)), has_aux=True)(params)
+
+    expected = graded(0.0)
+    assert tree.all_finite(expected)
+    for fill in (torch.nan, torch.inf, 1e6):
+        assert_bits_equal(graded(fill), expected)
+
+
+def test_statistics_are_of_the_frames_that_count(tmp_path: pathlib.Path) -> None:
+    """What stands in masked frames moves neither normaliser, and hides no constant channel."""
+    stored, mask = demonstrations(), torch.arange(25) % 4 > 0
+    made = []
+    for fill in (0.0, 1e6):
+        values = {name: torch.where(mask[:, None], x, fill) for name, x in stored.values.items()}
+        frames = windows.Frames(values["observation"], values["action"], mask, *[torch.zeros(25)] * 3)
+        config = BCState(**{**SMALL, "demonstrations": "x"})
+        made.append(chunks.scales(config, frames.observation, frames))
+    assert_bits_equal(*made)
+    assert_bits_equal(made[0].observation, normalizer.fit(stored.values["observation"][mask]))
 
 
 def test_the_error_is_summed_over_the_51_of_80_valid_steps(tmp_path: pathlib.Path) -> None:
@@ -162,6 +192,9 @@ WRONG = {
     "execute is 6": {"execute": 6},
     "disturbance is -0.1": {"disturbance": -0.1},
     "chunk is 0": {"chunk": 0},
+    "std_floor is 0.0; it must be finite and positive": {"std_floor": 0.0},
+    "observation_noise is inf; it must be finite": {"observation_noise": float("inf")},
+    r"hidden is \(16, 0\); a layer has at least 1 unit": {"hidden": (16, 0)},
     "held_out 1.0": {"held_out": 1.0},
     "both world and expert": {"demonstrations": None},
 }

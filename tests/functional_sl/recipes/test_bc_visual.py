@@ -74,6 +74,11 @@ def test_what_is_padded_changes_no_bit(tmp_path: pathlib.Path, loss: str) -> Non
 
     for fill in (torch.nan, 1e6, torch.inf):
         assert_bits_equal(graded(fill), graded(0.0))
+    none = batch._replace(valid=batch.valid & (torch.arange(len(batch.valid)) % 3 > 0)[:, None])
+    own = torch.where(none.valid.any(1)[:, None, None], batch.observation.proprioception, torch.nan)
+    lost = none._replace(observation=batch.observation._replace(proprioception=own))
+    assert_bits_equal(graded(0.0, lost), graded(0.0, none))
+    assert tree.all_finite(graded(0.0, lost))
     nothing = batch._replace(valid=torch.zeros_like(batch.valid))
     assert int(made.count(nothing)) == 0
     assert all(bool((leaf == 0).all()) for leaf in tree.leaves(graded(torch.nan, nothing)[0]))
@@ -205,6 +210,13 @@ def test_data_without_pictures_are_refused(tmp_path: pathlib.Path) -> None:
 WRONG = {
     "crop is 53; it must not exceed picture=52": {"crop": 53},
     "kernel is 4; it must be odd": {"kernel": 4},
+    "kernel is 49; it must not exceed the 48 pixels": {"kernel": 49},
+    "widths has 12; a stage has a multiple of 8": {"widths": (8, 12)},
+    "2 widths and 1 strides": {"strides": (1,)},
+    r"strides=\(0, 1\), blocks=1: must be at least 1": {"strides": (0, 1)},
+    r"strides=\(30, 30\) leave 1 pixel a side": {"strides": (30, 30)},
+    "blocks is 0": {"blocks": 0},
+    "picture is 0": {"picture": 0},
     "keypoints is 0": {"keypoints": 0},
     "longest is 0": {"longest": 0},
     "need a camera": {"camera": None},

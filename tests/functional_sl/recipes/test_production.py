@@ -68,7 +68,7 @@ ENTRIES = {
     "rwm": Entry(
         {
             "worlds": 4, "steps": 30, "episode_steps": 10, "history": 3, "forecast": 3, "hidden": 6, "head": 5,
-            "members": 2, "horizons": (1, 4), "held_out": 0.3, "evaluation_episodes": 2,
+            "members": 2, "horizons": (1, 4), "held_out": 0.3,
         },
         needs="mujoco",
         noisy=True,  # what is fed back

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from tiny_rigid import TINY, made, started
 
 from functional_sl import bundle as bundles
 from functional_sl import keys, optim, recipe, tree
@@ -25,42 +27,11 @@ from functional_sl.step import make_step
 from functional_sl.training.config import TrainConfig
 
 NAME = "functional_sl.recipes.rigidformer:build"
-TINY = RigidFormer(
-    scenes=6, validation_scenes=3, objects=(1, 3), points=(24, 28), frames=24, steps=(1, 3), clip=5, channels=6,
-    width=10, layers=1, heads=2, head_size=12, frequencies=2, registers=2, anchor=8, depths=(0, 1), horizons=(5, 10),
-)  # fmt: skip
-
-
-def made(count: int = 6, seed: int = 0) -> Scenes:
-    """Scenes without a simulator: bodies that move evenly, but for noise."""
-    a, b, c, d, e = keys.split(keys.key(seed), 5).unbind(0)
-    objects = torch.arange(3) < torch.tensor([1, 3, 2, 3, 2, 1, 3, 2])[:count, None]
-    mask = (torch.arange(10) < keys.randint(a, (count, 3, 1), 4, 11)) & objects[..., None]
-    time = torch.arange(24.0)[:, None, None]
-    positions = 0.3 * keys.normal(b, (count, 1, 3, 3)) + 0.01 * time * keys.normal(c, (count, 1, 3, 3))
-    turns = keys.normal(d, (count, 1, 3, 4)) + 0.02 * time * keys.normal(e, (count, 1, 3, 4))
-    return Scenes(
-        positions=positions + torch.tensor([0.0, 0.0, 0.5]),
-        quaternions=F.normalize(turns, dim=-1),
-        points=0.1 * keys.normal(a, (count, 3, 10, 3)) * mask[..., None],
-        point_mask=mask,
-        objects=objects,
-        properties=torch.where(objects[..., None], torch.tensor([1.0, 0.5, 0.4]), 0.0),
-        kinds=torch.zeros(count, 3, dtype=torch.int64),
-        lengths=torch.tensor([24, 20, 24, 24, 24, 22, 24, 24])[:count],
-    )
 
 
 @pytest.fixture
 def task() -> Recipe:
     return rigidformer.assemble(TINY, made(6), made(3, 1), "none")
-
-
-def started(task: Recipe) -> dict:
-    params, buffers = task.init(keys.key(0))
-    assert buffers == ()
-    noise = iter(keys.split(keys.key(1), len(tree.leaves(params))))
-    return tree.map(lambda x: x + 0.1 * keys.normal(next(noise), tuple(x.shape)), params)
 
 
 def drawn(task: Recipe, number: int = 4, key: int = 5) -> Clips:
@@ -237,6 +208,37 @@ def test_every_parameter_is_reached(task: Recipe) -> None:
         assert float((x != 0).double().mean()) > (0.99 if "film" in name else 0.5), name
 
 
+def test_scenes_that_end_early_are_drawn_where_they_allow_it(task: Recipe) -> None:
+    """Of lengths 3, 6, 7, 24, 2 and 0 a clip of step 1 takes the first four, one of step 3 the third and fourth."""
+    lengths = torch.tensor([3, 6, 7, 24, 2, 0])
+    data = task.data._replace(lengths=lengths, kinds=torch.arange(6)[:, None].expand(6, 3))
+    data = data._replace(properties=torch.arange(1.0, 7)[:, None, None].expand(6, 3, 3))  # the scene's number
+    batch = rigid_clips.sample(data, keys.key(2), 300, steps=(1, 3), length=5)
+    assert batch.frames[:, :3].all()
+    number = batch.properties[:, 0, 0].long() - 1
+    assert {1.0: {0, 1, 2, 3}, 3.0: {2, 3}} == {step: set(number[batch.step == step].tolist()) for step in (1.0, 3.0)}
+    for step, scenes in ((1, 4), (3, 2)):
+        counts = torch.bincount(number[batch.step == step], minlength=6)
+        assert int(counts[counts > 0].min()) > 0.5 * int(counts.sum()) / scenes
+    with pytest.raises(ValueError, match="ends after 6 frames, and a clip of step 3 takes 7"):
+        rigidformer.assemble(TINY, data._replace(lengths=lengths.clamp(max=6)), made(3), "none")
+    with pytest.raises(ValueError, match=r"held-out scenes ends after 15 frames, and .* take 16"):
+        rigidformer.assemble(TINY, data, made(3)._replace(lengths=torch.tensor([15, 3, 0])), "none")
+
+
+def test_under_bfloat16_geometry_stays_in_float32(task: Recipe) -> None:
+    """An untrained network says nothing, and what is left is geometry alone: the loss has the same bits.
+
+    In general position the network's own products differ, by 2^-9 of each: 2 in 100 of the loss.
+    """
+    batch = drawn(task, 8)
+    for params, tolerance in ((task.init(keys.key(0))[0], 0.0), (started(task), 0.02)):
+        expected = float(task.loss(params, (), batch, keys.key(0))[0])
+        with torch.autocast("cpu", torch.bfloat16):
+            found = float(task.loss(params, (), batch, keys.key(0))[0])
+        assert abs(found / expected - 1) <= tolerance
+
+
 def test_sampling_and_loss_compile_whole(task: Recipe) -> None:
     """One predicted frame: compiling takes as long as there are frames."""
     params = started(task)
@@ -268,38 +270,6 @@ def test_a_fresh_model_learns(task: Recipe) -> None:
     assert mean(state.params, (), clips, keys.key(0))[0] < 0.67 * before
 
 
-def test_evaluation_knows_the_truth_and_both_baselines(task: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scenes move almost evenly: what falls is 9.81/2 (5/120)^2 = 8.5 mm too low after 5 frames."""
-    found = task.evaluate(started(task), ())
-    kinds = {f"{unit}_{h}" for unit in ("position_m", "orientation_deg") for h in (5, 10)}
-    expected = {f"{own}_{x}" for own in ("hold", "fall") for x in kinds} | {"gain_5", "gain_10"}
-    assert set(found) == expected | {f"{x}_step{step}" for x in kinds for step in (1, 3)}
-    assert all(math.isfinite(x) for x in found.values())
-    drop = 9.81 / 2 * (5 * 6 / 25 * 25) * FRAME_DT**2  # the discrete fall: n (n + 1) / 2 times g dt^2
-    assert found["fall_position_m_5"] == pytest.approx(drop, rel=0.01)
-    gain = min(found["hold_position_m_5"], found["fall_position_m_5"])
-    gain = gain / max(found["position_m_5_step1"], found["position_m_5_step3"])
-    assert found["gain_5"] == pytest.approx(gain)
-    assert task.score({**found, "loss": 1.0}) == found["gain_5"]
-
-    def perfect(config: RigidFormer, scenes: Scenes, params: dict, step: int) -> tuple:
-        poses, true, frames = real(config, scenes, params, step)
-        return {**poses, "model": true}, true, frames
-
-    real = rigidformer.free_run
-    monkeypatch.setattr(rigidformer, "free_run", perfect)
-    found = task.evaluate(started(task), ())
-    assert found["position_m_10_step3"] == 0
-    assert found["orientation_deg_10_step3"] < 0.1
-
-
-def test_a_step_that_does_not_divide_a_horizon_is_judged_behind_it(task: Recipe) -> None:
-    poses, true, frames = rigidformer.free_run(TINY, made(3), started(task), 3)
-    assert frames == [3, 6, 9, 12]
-    assert [x.position.shape for x in (*poses.values(), true)] == [(3, 4, 3, 3)] * 4
-    assert torch.equal(true.position[:, 1][made(3).objects], made(3).positions[:, 3 + 6][made(3).objects])
-
-
 def test_the_bundle_predicts_what_the_recipe_does_bit_by_bit(task: Recipe, tmp_path: Path) -> None:
     params = started(task)
     packed = task.bundle(params, ())
@@ -317,14 +287,19 @@ def test_the_bundle_predicts_what_the_recipe_does_bit_by_bit(task: Recipe, tmp_p
     assert torch.equal(found["accelerations"], step.acceleration)
     turned = from_quaternion(found["quaternions"])
     torch.testing.assert_close(turned, step.pose.rotation, rtol=0, atol=1e-6)
-    assert loaded.about["conventions"]["quaternion"].startswith("wxyz")
-
-
-def test_pictures_are_drawn(task: Recipe, tmp_path: Path) -> None:
-    task.draw(started(task), (), str(tmp_path))
-    drawn_ = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    assert sorted(drawn_) == ["error_orientation.png", "error_position.png"]
-    assert all(data.startswith(b"\x89PNG") for data in drawn_.values())
+    about = loaded.about
+    assert about["conventions"]["quaternion"].startswith("wxyz")
+    assert about["recipe"] == "rigidformer"
+    assert about["inputs"].keys() == loaded.bundle.inputs.keys()
+    assert about["outputs"].keys() == found.keys()
+    for told, tensors in ((about["inputs"], loaded.bundle.inputs), (about["outputs"], found)):
+        for name, x in tensors.items():
+            width = x.shape[-1] if told[name]["axes"][-1] == "channel" else 1
+            assert (len(told[name]["axes"]), told[name]["width"]) == (x.ndim, width), name
+    assert about["inputs"]["properties"]["channels"] == [["mass", "kg"], ["friction", ""], ["restitution", ""]]
+    assert about["data"]["simulator"] == "none"
+    assert about["data"]["validation"]["digest"] == tree.digest(made(3, 1))
+    assert about["data"]["training"]["objects"] == [1, 3]
 
 
 def test_data_are_kept_in_a_folder_and_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,6 +313,9 @@ def test_data_are_kept_in_a_folder_and_read_again(tmp_path: Path, monkeypatch: p
     for fields in ({"scenes": 3}, {"data_seed": 1}, {"objects": (1, 2)}, {"frames": 25}):
         with pytest.raises(ValueError, match=r"training\.safetensors: 'drawn' is .* expected"):
             rigidformer.build(dataclasses.replace(config, **fields))
+    shutil.copy(tmp_path / "data" / "training.safetensors", tmp_path / "data" / "validation.safetensors")
+    with pytest.raises(ValueError, match=r"validation\.safetensors: 'drawn' is .*'training'.* expected .*'validation'"):
+        rigidformer.build(config)
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,10 +330,19 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, monkeypatch: pyte
     [
         ({"scenes": 0}, "scenes=0: must be at least 1"),
         ({"steps": (1, 0)}, r"steps=\(1, 0\): must be at least 1"),
-        ({"objects": (3, 2)}, r"objects=\(3, 2\): the fewest and the most"),
-        ({"points": (24,)}, r"points=\(24,\): the fewest and the most"),
+        ({"steps": ()}, r"steps=\(\): must name at least one"),
+        ({"horizons": ()}, r"horizons=\(\): must name at least one"),
+        ({"depths": ()}, r"depths=\(\): must name at least one"),
+        ({"objects": (3, 2)}, r"objects=\(3, 2\): must be the fewest and the most, from 1 to 8"),
+        ({"objects": (9, 9)}, r"objects=\(9, 9\): must be the fewest and the most, from 1 to 8"),
+        ({"points": (24,)}, r"points=\(24,\): must be the fewest and the most, at least 24"),
+        ({"points": (4, 8)}, r"points=\(4, 8\): must be the fewest and the most, at least 24"),
+        ({"spin": -1.0}, r"spin=-1.0: must be finite and not negative"),
+        ({"throw": math.nan}, r"throw=nan: must be finite and not negative"),
         ({"clip": 2}, "clip=2: two observed frames and at least one more"),
-        ({"horizons": (21,)}, r"horizons=\(21,\), steps=\(1, 3\): a scene of frames=24 ends before"),
+        ({"horizons": (21,)}, r"horizons=\(21,\), steps=\(1, 3\): take 25 frames, and .* frames=24 ends before"),
+        # 7 frames divide 15 worse than 8 do: 8 + 21 = 29.
+        ({"horizons": (15,), "steps": (7, 8), "frames": 29}, "take 30 frames, and a scene of frames=29 ends before"),
         ({"head_size": 11}, "head_size=11: must be at least 6 x frequencies=2"),
         ({"depths": (0, 2)}, r"depths=\(0, 2\): decoder states are numbered 0 to layers=1"),
     ],

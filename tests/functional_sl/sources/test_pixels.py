@@ -63,6 +63,14 @@ def test_a_picture_is_the_same_in_any_batch(name: str) -> None:
     assert bool((edge == 250).all())
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.parametrize("size", [20, 52, 84])
+def test_a_picture_is_the_same_on_a_gpu(name: str, size: int) -> None:
+    camera, observation = pixels.load(f"functional_sl.sources.pixels:{name}"), observed(name, 200)
+    assert_bits_equal(pixels.render(camera, observation.cuda(), size).cpu(), pixels.render(camera, observation, size))
+
+
 def test_the_reacher_stands_where_its_equations_put_it() -> None:
     state, seen = make("reacher").init(keys.key(7), 20)
     angle, target = state.physics.angle, state.physics.target

@@ -138,12 +138,23 @@ def test_a_trajectory_ends_where_an_object_leaves() -> None:
     assert (positions[5:] == positions[4]).all()
 
 
+def test_without_a_frame_that_counts_all_stay_at_the_origin() -> None:
+    shape = rigid_shapes.Shape("sphere", np.full(3, 0.1), np.zeros((0, 3)))
+    model, *_ = rigid_bodies._model([shape], np.array([[1.0, 0.5, 0.5]]))
+    start = np.array([[21.0, 0, 0.6, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0.0]])  # m, behind the end of the world
+    positions, quaternions, length = rigid_bodies._simulate(model, start, 7)
+    assert length == 0
+    assert not positions.any()
+    assert (quaternions == [1.0, 0.0, 0.0, 0.0]).all()
+
+
 def test_a_file_gives_back_every_bit_and_says_what_it_holds(scenes: Scenes, tmp_path: Path) -> None:
     path, drawn = tmp_path / "scenes.safetensors", {"seed": 3, "count": 12, **RANGES._asdict()}
     rigid_bodies.write(path, scenes, drawn)
-    found, simulator = rigid_bodies.read(path, drawn)
+    found, told = rigid_bodies.read(path, drawn)
     assert tree.bits_equal(found, scenes)
-    assert simulator.startswith("mujoco 3.")
+    assert told["simulator"].startswith("mujoco 3.")
+    assert told["drawn"]["count"] == 12
     with safetensors.safe_open(path, "pt") as file:
         about = file.metadata()["about"]
     assert '"quaternion":"wxyz, body axes to world axes"' in about
@@ -181,8 +192,16 @@ def test_a_file_of_another_draw_or_none_is_named(scenes: Scenes, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "ranges", [Ranges(objects=(3, 2)), Ranges(objects=(1, 9)), Ranges(points=(20, 30)), Ranges(frames=2)]
+    ("ranges", "message"),
+    [
+        (Ranges(objects=(3, 2)), r"objects=\(3, 2\): must be the fewest and the most, from 1 to 8"),
+        (Ranges(objects=(1, 9)), r"objects=\(1, 9\): must be the fewest and the most, from 1 to 8"),
+        (Ranges(points=(20, 30)), r"points=\(20, 30\): must be the fewest and the most, at least 24"),
+        (Ranges(frames=2), "frames=2: must be at least 3"),
+        (Ranges(height=-0.1), "height=-0.1: must be finite and not negative"),
+        (Ranges(throw=math.inf), "throw=inf: must be finite and not negative"),
+    ],
 )
-def test_ranges_that_hold_nothing(ranges: Ranges) -> None:
-    with pytest.raises(ValueError, match="1 to 8 objects, 24 points or more, 3 frames or more"):
+def test_ranges_that_hold_nothing(ranges: Ranges, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         rigid_bodies.generate(keys.key(0), 1, ranges)
