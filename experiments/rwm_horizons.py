@@ -48,6 +48,7 @@ class Settings:
     teacher_forced: str | None = cli.option(None, "Run to load; none: train one with forecast=1.")
     size: str = cli.option("small", "Of the runs to train.")
     updates: int = cli.option(0, "Of the runs to train; 0: the size's own.")
+    seed: int = cli.option(0, "Of the runs to train.")
     path: str | None = cli.option(None, "Folder of roll-outs to share; none: in the output folder.")
     device: str = cli.option("auto", "Where to train.", choices=("auto", "cpu", "cuda"))
     every: int = cli.option(40, "Frames of a held-out episode from one forecast to the next.")
@@ -70,9 +71,8 @@ def trained(settings: Settings, name: str, **changes: Any) -> Path:
     if settings.updates:
         changes["updates"] = settings.updates
     path = settings.path or str(Path(settings.out) / "data")
-    config, task = train.settings(
-        RECIPE, settings.size, run_dir=str(folder), path=path, device=settings.device, **changes
-    )
+    changes |= {"run_dir": str(folder), "path": path, "device": settings.device, "seed": settings.seed}
+    config, task = train.settings(RECIPE, settings.size, **changes)
     train.run(config, task)
     return folder
 
