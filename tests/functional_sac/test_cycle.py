@@ -91,8 +91,8 @@ def test_every_update_has_rows_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
     seen: list[tuple[int, ...]] = []
     original = replay.indices
 
-    def record(buffer: ReplayState, key: Tensor, shape: tuple[int, ...]) -> Tensor:
-        rows = original(buffer, key, shape)
+    def record(buffer: ReplayState, key: Tensor, shape: tuple[int, ...], reserved: int) -> Tensor:
+        rows = original(buffer, key, shape, reserved)
         seen.extend(tuple(update) for update in rows.reshape(6, 16).tolist())
         return rows
 
