@@ -5,7 +5,7 @@ for every dense layer of a FlashSAC trunk. FlashSAC's networks do more (batch no
 it learns in every second update, unless `--actor_update_period=1`. One environment step, one update. The time of the
 processor is given beside that of the clock, since other work on the machine tells on it less.
 
-    pip install stable-baselines3 'functional-sac[mujoco]'
+    pip install stable-baselines3 '.[mujoco]'
     python -m experiments.bench_gym --size=small --threads=1
 """
 

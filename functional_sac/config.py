@@ -147,7 +147,8 @@ class TrainConfig(SACConfig):
     )
     compile: str = option(
         "auto",
-        "Compile the updates; auto does on CUDA, and on a CPU from 20,000 updates on.",
+        "Compile the updates; auto does on CUDA, where iterations and evaluations are captured too, and on a CPU from "
+        "20,000 updates on.",
         choices=("auto", "true", "false"),
     )
     cuda_process_sharing: str | None = option(

@@ -45,6 +45,11 @@ class Regions:
             self._kept[episodes] = self._make(fn)
         return self._kept[episodes]
 
+    @classmethod
+    def suited(cls, env: Env | HostEnv, device: torch.device, compiled: bool) -> Regions:
+        """Returns captured steps on a GPU for policies whose training is compiled, else called ones."""
+        return cls(device.type == "cuda" and compiled and isinstance(env, Env))
+
     @contextlib.contextmanager
     def once(self, fn: Callable[[Any], tuple[Any, Any]]) -> Iterator[capture.Captured | capture.Eager]:
         """Yields steps that are used here alone."""

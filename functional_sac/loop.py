@@ -20,7 +20,7 @@ from functional_sac.evaluation import Regions
 from functional_sac.iteration import Episodes, TrainState, stacked
 from functional_sac.opening import Run
 from functional_sac.reporting import Mark
-from functional_sl import capture, keys, tree
+from functional_sl import keys, tree
 from functional_sl.parallel.world import broadcast, gather, guard, stop_requested
 from functional_sl.run import signals
 from functional_sl.run.progress import Progress
@@ -69,8 +69,7 @@ class _Loop:
         self._refused, self._said_refused = 0, 0  # steps of all ranks whose numbers were not finite, by the last record
         self._overflowed, self._said_overflowed = set(), set()  # capacities of the simulator that were exceeded
         self._finished, self.stopped = False, ""
-        # Whoever trains without graphs evaluates without them.
-        self._regions = Regions(isinstance(run.iterate, capture.Captured))
+        self._regions = Regions.suited(run.eval_env, run.device, run.config.compile == "true")
 
     def close(self) -> None:
         """Frees what evaluations have captured."""

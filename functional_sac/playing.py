@@ -100,8 +100,7 @@ def evaluate(policy: Trained, env: Env | HostEnv, key: Tensor, episodes: int, nu
 
 
 def _regions(policy: Trained, env: Env | HostEnv, key: Tensor) -> Regions:
-    """Returns captured steps on a GPU, if the policy was trained with graphs too."""
-    return Regions(key.is_cuda and isinstance(env, Env) and policy.config.compile == "true")
+    return Regions.suited(env, key.device, policy.config.compile == "true")
 
 
 def _part(env: Env | HostEnv, start: int) -> Env | HostEnv | _HostPart:

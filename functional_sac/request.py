@@ -48,7 +48,7 @@ def request(config: TrainConfig, given: frozenset[str]) -> Request:
     for name in ("run_dir", "resume", "init_from"):
         if getattr(config, name) == "":
             raise cli.UsageError(f"--{name}= names no folder; give one or leave the flag out")
-    source = resuming.find(config.resume) if config.resume else None
+    source = resuming.find(config.resume, having="task") if config.resume else None
     if source:
         config = _resumed_config(config, given, source)
     _check_seeds(config)

@@ -52,7 +52,7 @@ def find(source: str) -> Path:
     if source not in ("latest", "best"):
         return resuming.folder(source).absolute()
     try:
-        return resuming.find(source).absolute()
+        return resuming.find(source, having="task").absolute()
     except cli.UsageError as error:
         raise cli.UsageError(str(error).removeprefix("--resume=")) from None
 

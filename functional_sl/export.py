@@ -56,7 +56,7 @@ def export(
     """
     from functional_sl import programs
 
-    return programs.write(bundle_of(resuming.folder(snapshot), places), out, formats)
+    return programs.write(bundle_of(resuming.folder(snapshot, having="recipe"), places), out, formats)
 
 
 def bundle_of(source: Path, places: Mapping[str, str] | None = None) -> Any:

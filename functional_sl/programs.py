@@ -181,7 +181,7 @@ def _extra(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError:
-        raise BundleError(f"ONNX needs the package {name}: pip install 'functional-sac[onnx]'") from None
+        raise BundleError(f"ONNX needs the package {name}: pip install '.[onnx]' in the checkout") from None
 
 
 @contextlib.contextmanager

@@ -78,8 +78,7 @@ SAC = {
     "opening": "config cycle environment envs hosted iteration plan replicas request restoring | "
     "capture keys parallel run tree wire",
     "replaying": "config envs opening plan replicas request | run tree",
-    "loop": "config environment envs evaluation iteration opening plan reporting request | "
-    "capture keys parallel run tree",
+    "loop": "config environment envs evaluation iteration opening plan reporting request | keys parallel run tree",
     "mps": "| run",
     "cuda_mps": "mps | run",
     "launch": "mps",

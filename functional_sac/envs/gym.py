@@ -21,7 +21,7 @@ try:
 
     from functional_sac.envs import sessions, spaces
 except ModuleNotFoundError as error:
-    remedy = f"--sim=gym needs gymnasium ({error}): pip install 'functional-sac[mujoco]'"
+    remedy = f"--sim=gym needs gymnasium ({error}): pip install '.[mujoco]' in the checkout"
     raise ModuleNotFoundError(remedy, name=error.name) from error
 
 # Without a time limit of its own, an episode that goes on for longer has no return in an evaluation.
@@ -121,7 +121,7 @@ def _remedy(error: Exception) -> str:
         return "; gymnasium.registry lists the ids"
     missing = isinstance(error, (gymnasium.error.DependencyNotInstalled, ModuleNotFoundError))
     if missing and any(name in str(error).lower() for name in ("mujoco", "imageio")):
-        return "; pip install 'functional-sac[mujoco]'"
+        return "; pip install '.[mujoco]' in the checkout"
     if isinstance(error, (AttributeError, RuntimeError)):
         return f"; MUJOCO_GL is {os.environ['MUJOCO_GL']!r}: unset it, or set egl or glfw"
     return ""

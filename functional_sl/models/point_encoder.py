@@ -140,9 +140,7 @@ def nearest(bodies: Bodies, pose: Pose, world: Tensor) -> Tensor:
     here = world.flatten(-3, -2)
     flat, valid = here.detach(), (bodies.point_mask & bodies.objects[..., None]).flatten(-2)
     owner = torch.arange(objects, device=world.device).repeat_interleave(points)
-    # About the scene's middle: squares of far places would leave few digits for a distance.
-    weight = valid[..., None].to(flat.dtype)
-    near = flat - (weight * flat).sum(-2, keepdim=True) / weight.sum(-2, keepdim=True).clamp_min(1.0)
+    near = flat - _middle(flat, valid)
     parts = zip(near.split(CHUNK, -2), owner.split(CHUNK), strict=True)
     index = torch.cat([_search(*part, near, owner, valid) for part in parts], -1)
     body = bodies.points.flatten(-3, -2).gather(-2, index[..., None].expand(*index.shape, 3))
@@ -154,6 +152,19 @@ def nearest(bodies: Bodies, pose: Pose, world: Tensor) -> Tensor:
     height = flat[..., 2]
     close = ~alone & (height > 0) & (gap.detach().square().sum(-1) < height.square())
     return torch.where(close[..., None], gap, down).unflatten(-2, (objects, points))
+
+
+def _middle(points: Tensor, valid: Tensor) -> Tensor:
+    """Returns where most of the valid points are, [B, 1, 3]: about it squares of places leave digits for distances.
+
+    A mean that counts what is far from the last one little, so that one object that has flown off does not move it.
+    """
+    weight = valid[..., None].to(points.dtype)
+    middle = (weight * points).sum(-2, keepdim=True) / weight.sum(-2, keepdim=True).clamp_min(1.0)
+    for _ in range(4):
+        share = weight / (1.0 + (points - middle).square().sum(-1, keepdim=True))
+        middle = (share * points).sum(-2, keepdim=True) / share.sum(-2, keepdim=True).clamp_min(1e-12)
+    return middle
 
 
 def _search(points: Tensor, owners: Tensor, others: Tensor, owner: Tensor, valid: Tensor) -> Tensor:

@@ -50,16 +50,20 @@ def land(
     for _ in range(count):
         moved = torch.where(up, moved + gravity * dt * dt, moved)
         place = now.position + moved
-        heights = (bodies.points @ now.rotation.mT)[..., 2]
-        standing = -torch.where(bodies.point_mask, heights, torch.inf).amin(-1, keepdim=True)
-        hit = place[..., 2:] < standing
+        turned = spin @ now.rotation
+        # A body whose next rotation reaches the ground stands on what it has now.
+        hit = place[..., 2:] < _standing(bodies, turned)
         moved = torch.where(hit, torch.where(up, 0.0, sliding * moved), moved)
-        now = Pose(
-            torch.where(hit[..., None], now.rotation, spin @ now.rotation),
-            torch.where(hit & up, standing, place),
-        )
+        rotation = torch.where(hit[..., None], now.rotation, turned)
+        now = Pose(rotation, torch.where(hit & up, _standing(bodies, rotation), place))
         found.append(now)
     return Pose(*(torch.stack(x, 1) for x in zip(*found, strict=True)))
+
+
+def _standing(bodies: Bodies, rotation: Tensor) -> Tensor:
+    """Returns the height of a centre [B, O, 1] at which the body's lowest point is at z = 0."""
+    heights = (bodies.points @ rotation.mT)[..., 2]
+    return -torch.where(bodies.point_mask, heights, torch.inf).amin(-1, keepdim=True)
 
 
 def errors(predicted: Pose, true: Pose) -> tuple[Tensor, Tensor]:

@@ -13,20 +13,22 @@ RUNS = "runs"
 _PICKS = {"latest": retention.latest, "best": retention.best}
 
 
-def find(wish: str, run_dir: str | None = None) -> Path:
+def find(wish: str, run_dir: str | None = None, *, having: str = "") -> Path:
     """Returns the snapshot folder that `--resume` means, after the check that it is its run's own.
 
     Args:
       wish: `latest` or `best`, or the path of a run, of its snapshots, of a snapshot or of a manifest.
       run_dir: `--run_dir`; latest and best are looked for there, and a path must lie there. Without it they are those
         of the newest run under `runs/` that has any.
+      having: a setting by which the runs of one trainer are told from those of another; `latest` and `best` under
+        `runs/` are of runs that have it.
 
     Raises:
       UsageError: names what is missing or does not fit.
       RunError, SnapshotError: for a damaged run or snapshot.
     """
     if wish in _PICKS:
-        found = _pick(Path(run_dir).expanduser(), wish) if run_dir else _newest(wish)
+        found = _pick(Path(run_dir).expanduser(), wish) if run_dir else _newest(wish, having)
     else:
         found = _at(Path(wish).expanduser(), f"--resume={wish}")
     if run_dir and home(found) != Path(run_dir).expanduser().resolve():
@@ -35,14 +37,16 @@ def find(wish: str, run_dir: str | None = None) -> Path:
     return found
 
 
-def folder(path: str | os.PathLike[str]) -> Path:
+def folder(path: str | os.PathLike[str], *, having: str = "") -> Path:
     """Returns the snapshot folder at a path: itself, that of a manifest, or the latest of a run; or `latest`, `best`.
+
+    `having` is as in `find`.
 
     Raises:
       UsageError, RunError, SnapshotError: as `find`.
     """
     wish = os.fspath(path)
-    return _newest(wish) if wish in _PICKS else _at(Path(path).expanduser(), wish)
+    return _newest(wish, having) if wish in _PICKS else _at(Path(path).expanduser(), wish)
 
 
 def home(source: Path) -> Path:
@@ -72,13 +76,15 @@ def _kind(wish: str) -> str:
     return "scored snapshot" if wish == "best" else "valid snapshot"
 
 
-def _newest(wish: str) -> Path:
+def _newest(wish: str, having: str) -> Path:
     runs = sorted(Path(RUNS).glob("*/run.json"), key=lambda path: path.stat().st_mtime, reverse=True)
     for run in runs:
         # A damaged run is no reason not to find the one before it.
         with contextlib.suppress(runlog.RunError, UsageError):
-            return _pick(run.parent, wish)
-    raise UsageError(f"--resume={wish}: no run with a {_kind(wish)} under {Path(RUNS).absolute()}; give its path")
+            if not having or having in runlog.describe(run.parent)["config"]:
+                return _pick(run.parent, wish)
+    what = f"run with a {having} and a {_kind(wish)}" if having else f"run with a {_kind(wish)}"
+    raise UsageError(f"--resume={wish}: no {what} under {Path(RUNS).absolute()}; give its path")
 
 
 def _check_own(source: Path) -> None:

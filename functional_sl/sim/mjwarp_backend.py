@@ -28,7 +28,7 @@ try:
     import warp
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        "the mjwarp simulator needs MuJoCo Warp: pip install 'functional-sac[mjwarp]'", name=error.name
+        "the mjwarp simulator needs MuJoCo Warp: pip install '.[mjwarp]' in the checkout", name=error.name
     ) from error
 
 

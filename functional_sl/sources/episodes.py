@@ -266,5 +266,5 @@ def _h5py() -> Any:
     try:
         import h5py
     except ModuleNotFoundError:
-        raise ValueError("HDF5 files need h5py: pip install 'functional-sac[hdf5]', or use .safetensors") from None
+        raise ValueError("HDF5 files need h5py: pip install '.[hdf5]' in the checkout, or use .safetensors") from None
     return h5py

@@ -31,7 +31,7 @@ def require() -> Any:
         import mujoco
         import mujoco.rollout
     except ModuleNotFoundError as error:
-        raise ImportError("this robot's data come from MuJoCo: pip install 'functional-sac[mujoco]'") from error
+        raise ImportError("this robot's data come from MuJoCo: pip install '.[mujoco]' in the checkout") from error
     return mujoco
 
 

@@ -245,7 +245,7 @@ def schema_of(model: RobotModel, simulator: str, drawn: Mapping[str, Any]) -> Sc
         "kd": model.kd.tolist(),
         "effort_limit": model.effort_limit.tolist(),
         "default_joint_pos": model.default_joint_pos.tolist(),
-        "drawn": dict(drawn),
+        "drawn": {**drawn, "stream": STREAM},
     }
     return Schema(features, model.control_dt, "", about)
 
@@ -273,8 +273,9 @@ def read(path: str | Path, drawn: Mapping[str, Any]) -> Episodes:
     """
     recorded = episodes.read(path)
     found = recorded.schema.about.get("drawn", {})
-    if found != dict(drawn):
-        raise ValueError(f"{path}: 'drawn' is {found}, expected {dict(drawn)}; name another path or these settings")
+    asked = {**drawn, "stream": STREAM}
+    if found != asked:
+        raise ValueError(f"{path}: 'drawn' is {found}, expected {asked}; name another path or these settings")
     return recorded
 
 

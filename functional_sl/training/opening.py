@@ -160,7 +160,11 @@ def _restore(
     if moved:
         notes.append(f"other {' and '.join(moved)} than before: the bits may differ from an unbroken run's from here")
     if config.updates != content["config"]["updates"]:
-        notes.append(f"updates is {config.updates} now; the schedule keeps lr_decay_updates={config.lr_decay_updates}")
+        ended = config.updates > config.lr_decay_updates and config.lr_schedule != "constant" and config.lr_end == 0
+        still = ", behind which the rate is 0 and nothing moves" if ended else ""
+        notes.append(
+            f"updates is {config.updates} now; the schedule keeps lr_decay_updates={config.lr_decay_updates}{still}"
+        )
     return state, Start(content["step"], source, tuple(notes))
 
 
@@ -168,7 +172,7 @@ def _initialized(state: TrainState, config: TrainConfig) -> TrainState:
     """Returns a fresh state, with the parameters and buffers of `init_from` where it is given."""
     if config.init_from is None:
         return state
-    source = resuming.folder(config.init_from)
+    source = resuming.folder(config.init_from, having="recipe")
     params, buffers = recovery.model(source, state.step.params, state.step.stats)
     return state._replace(step=state.step._replace(params=params, stats=buffers))
 

@@ -46,7 +46,7 @@ def parse(argv: Sequence[str], program: str, description: str) -> CommandLine:
       UsageError: as `functional_sl.run.cli.parse`, and for a recipe or run that cannot be loaded.
     """
     named = _peek(argv)
-    source = resuming.find(named["resume"], named.get("run_dir")) if named.get("resume") else None
+    source = resuming.find(named["resume"], named.get("run_dir"), having="recipe") if named.get("resume") else None
     if source:
         named = runlog.describe(resuming.home(source))["config"] | named
     builder = _load(named["recipe"]) if named.get("recipe") else None
@@ -75,7 +75,9 @@ def resolve(values: Mapping[str, Any], given: frozenset[str], source: Path | Non
     if values.get("resume"):
         if values.get("init_from"):
             raise UsageError("--resume goes on with a run and --init_from starts a new one; give one of them")
-        return _resumed(values, given, source or resuming.find(values["resume"], values.get("run_dir")))
+        return _resumed(
+            values, given, source or resuming.find(values["resume"], values.get("run_dir"), having="recipe")
+        )
     if not values.get("recipe"):
         raise UsageError("no recipe: give --recipe=package.module:function, or --resume")
     builder = _load(values["recipe"])

@@ -122,8 +122,8 @@ def test_imports_have_no_effect_and_may_be_repeated(tmp_path):
 
 
 MISSING = {
-    "gymnasium": ("from functional_sac import envs; envs.make('Hopper-v5')", "functional-sac[mujoco]"),
-    "mujoco": ("from functional_sac import envs; envs.make('Hopper-v5')", "functional-sac[mujoco]"),
+    "gymnasium": ("from functional_sac import envs; envs.make('Hopper-v5')", ".[mujoco]"),
+    "mujoco": ("from functional_sac import envs; envs.make('Hopper-v5')", ".[mujoco]"),
 }
 
 
@@ -135,7 +135,7 @@ def test_a_missing_extra_is_one_sentence_with_its_remedy(tmp_path, package):
     caught = "except (ValueError, ModuleNotFoundError) as error:\n    print(error)"
     code = f"import sys; sys.modules[{package!r}] = None\ntry:\n    {call}\n{caught}"
     (line,) = python(code, tmp_path).stdout.splitlines()
-    assert f"pip install '{remedy}'" in line
+    assert f"pip install '{remedy}' in the checkout" in line
 
 
 @pytest.mark.slow

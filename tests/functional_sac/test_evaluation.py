@@ -13,7 +13,7 @@ from functional_sac import acting, evaluation, networks
 from functional_sac.envs import classic
 from functional_sac.envs.env import Env
 from functional_sac.networks import Actor, Stats
-from functional_sl import keys, tree
+from functional_sl import capture, keys, tree
 
 
 def policy(env: Env) -> tuple[Actor, Stats]:
@@ -106,3 +106,34 @@ def test_frames_are_those_before_each_step() -> None:
     assert torch.equal(seen[0], env.init(keys.key(0), 1)[0].physics.angle)
     with pytest.raises(ValueError, match="'count' cannot be drawn"):
         evaluation.frames(count(3), lambda observation: torch.zeros(1, 1), keys.key(0))
+
+
+class Owning(capture.Captured):
+    """Stands in for a graph: owns its first state's buffers, and repeats its first function on them."""
+
+    def __call__(self, state: tree.Tree) -> tuple[tree.Tree, tree.Tree]:
+        if not self._owns(state):
+            assert self._state is None, "a graph whose state is another one would be captured anew"
+            assert tree.overlapping(state) is None
+            assert all(leaf.is_contiguous() for leaf in tree.leaves(state))
+            self._state = state
+        new, outputs = self._fn(self._state)
+        self._donate(new)
+        return self._state, outputs
+
+    def close(self) -> None:
+        self._state = None
+
+
+def test_kept_steps_serve_other_policies_and_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture, "Captured", Owning)
+    env = count(4, weight=1.0)
+    first = policy(env)
+    second = (tree.map(lambda x: x + 0.1, first[0]), first[1])
+    regions = evaluation.Regions(graph=True)
+    for episodes in (3, 5, 3):
+        for params, stats in (first, second):
+            found = evaluation.evaluate(env, params, stats, keys.key(7), episodes, regions=regions)
+            assert_bits_equal(found, evaluation.evaluate(env, params, stats, keys.key(7), episodes))
+    regions.close()
+    assert evaluation.evaluate(env, *first, keys.key(7), 3, regions=regions).lengths.tolist() == [4, 4, 4]

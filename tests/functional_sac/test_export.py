@@ -173,7 +173,7 @@ def test_what_cannot_be_exported_is_told_in_one_line(
     assert "no such folder" in complaint(str(tmp_path / "nowhere"), out)
     assert "formats ['pth']" in complaint(str(finished), out, "--formats=pth")
     monkeypatch.setitem(sys.modules, "onnx", None)
-    assert "pip install 'functional-sac[onnx]'" in complaint(str(finished), out, "--formats=onnx")
+    assert "pip install '.[onnx]' in the checkout" in complaint(str(finished), out, "--formats=onnx")
     assert [*tmp_path.iterdir()] == []
     export.main([str(finished), out, "--formats=safetensors"])
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["task"] == "pendulum"

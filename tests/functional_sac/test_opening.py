@@ -136,7 +136,9 @@ def test_a_moved_run_is_found_however_it_is_named(whole, tmp_path, monkeypatch, 
 
 def test_latest_is_the_run_that_was_started_last(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError, match=r"--resume=latest: no run with a valid snapshot under .*runs; give its path"):
+    with pytest.raises(
+        UsageError, match=r"--resume=latest: no run with a task and a valid snapshot under .*runs; give its path"
+    ):
         tiny_runs.resume("latest")
     runs = [Path(tiny_runs.run(env_steps=20)["run_dir"]) for _ in range(2)]
     for run, seconds in zip(runs, (2000, 1000), strict=True):
@@ -262,3 +264,17 @@ def test_what_cannot_be_met_is_refused_before_a_folder_is_made(tmp_path, monkeyp
     with pytest.raises(UsageError, match=words):
         tiny_runs.run(tmp_path / "run", **changes)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("overlap", "expected"), [(False, 0), (True, 2)])
+def test_an_overlapping_run_reserves_the_rows_of_its_environments(tmp_path, monkeypatch, overlap, expected):
+    seen, original = [], opening.make_learner
+
+    def make_learner(*arguments):
+        seen.append(arguments[-1])
+        return original(*arguments)
+
+    monkeypatch.setattr(opening, "make_learner", make_learner)
+    with tiny_runs.prepared():
+        tiny_runs.run(tmp_path / "run", overlap=overlap, env_steps=20)
+    assert seen == [expected]

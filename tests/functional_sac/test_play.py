@@ -95,7 +95,7 @@ def test_latest_is_the_newest_run_with_a_snapshot(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(cli.UsageError, match=r"^latest: no run with a valid snapshot under"):
+    with pytest.raises(cli.UsageError, match=r"^latest: no run with a task and a valid snapshot under"):
         trained.find("latest")
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "good").symlink_to(finished)

@@ -185,7 +185,7 @@ def test_a_missing_simulator_is_one_line_with_its_remedy(
     *_, line = capsys.readouterr().err.splitlines()
     assert end.value.code == 2
     assert "--task=g1_walk_flat --sim=mjwarp: " in line
-    assert "pip install 'functional-sac[mjwarp]'" in line
+    assert "pip install '.[mjwarp]' in the checkout" in line
     assert [*tmp_path.iterdir()] == []
 
 

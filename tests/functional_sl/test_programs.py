@@ -82,7 +82,7 @@ def test_what_differs_or_takes_one_batch_only_leaves_no_file(tmp_path: Path, mon
 
 def test_onnx_is_an_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "onnx", None)
-    with pytest.raises(BundleError, match=r"needs the package onnx: pip install 'functional-sac\[onnx\]'"):
+    with pytest.raises(BundleError, match=r"needs the package onnx: pip install '\.\[onnx\]'"):
         programs.save_onnx(shifted(), tmp_path / "model.onnx")
     assert [*tmp_path.iterdir()] == []
 

@@ -337,3 +337,17 @@ def test_the_sentinel_is_each_ranks_own() -> None:
     _, ok, aux = torch.func.vmap(step.update)(state, tree.stack([good, BAD["nan loss"](bad)]))
     assert ok.tolist() == [False, False]
     assert aux.sentinel.tolist() == [0.0, 1.0]
+
+
+def test_a_gradient_that_is_written_out_takes_neither_a_scale_nor_micro_batches() -> None:
+    def gradient(params, stats, x):
+        return {"w": 2 * (params["w"] - x)}, (params["w"] - x).square().sum(), Aux(stats, {})
+
+    with pytest.raises(ValueError, match="accumulation=2"):
+        make_step(lambda *a: None, optim.sgd(0.1), gradient=gradient, accumulation=2)
+    step = make_step(lambda *a: None, optim.sgd(0.25), gradient=gradient)
+    state, ok, _ = step.update(step.init({"w": torch.tensor([3.0])}), torch.tensor([1.0]))
+    assert ok
+    assert state.params["w"].tolist() == [2.0]
+    with pytest.raises(ValueError, match="knows no loss scale"):
+        step.update(state, torch.tensor([1.0]), scale=torch.tensor(8.0))

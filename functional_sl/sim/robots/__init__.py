@@ -3,4 +3,4 @@
 try:
     import mujoco as _mujoco  # noqa: F401
 except ModuleNotFoundError as error:
-    raise ModuleNotFoundError("robots need MuJoCo: pip install 'functional-sac[mujoco]'", name=error.name) from error
+    raise ModuleNotFoundError("robots need MuJoCo: pip install '.[mujoco]' in the checkout", name=error.name) from error

@@ -287,13 +287,18 @@ def test_a_body_that_lands_slides_and_turns_no_further() -> None:
     assert torch.equal(found.rotation[0, 3], found.rotation[0, 0])
 
 
-def test_the_nearest_point_is_found_far_from_the_origin() -> None:
-    """Two clouds of 5 cm, 5 m away: in float32 the displacement is as short as a search in float64 finds, to 1e-6 m."""
+@pytest.mark.parametrize("lost", [0.0, 100.0, 1000.0])
+def test_the_nearest_point_is_found_far_from_the_origin(lost: float) -> None:
+    """Two clouds of 5 cm, 5 m away: in float32 the displacement is as short as a search in float64 finds, to 1e-6 m.
+
+    So it is where a third one has flown off.
+    """
     corner = torch.tensor([5.0, 5.0, 0.5])
-    points = 0.05 * keys.uniform(keys.key(4), (1, 2, 100, 3))
-    objects = torch.ones(1, 2, dtype=torch.bool)
-    bodies = Bodies(points, torch.ones(1, 2, 100, dtype=torch.bool), objects, torch.ones(1, 2, 3))
-    pose = Pose(torch.eye(3).expand(1, 2, 3, 3), corner.expand(1, 2, 3))
+    points = 0.05 * keys.uniform(keys.key(4), (1, 3, 100, 3))
+    objects = torch.tensor([[True, True, lost > 0]])
+    bodies = Bodies(points, torch.ones(1, 3, 100, dtype=torch.bool), objects, torch.ones(1, 3, 3))
+    place = torch.stack([corner, corner, corner + lost])
+    pose = Pose(torch.eye(3).expand(1, 3, 3, 3), place[None])
     world = point_encoder.place(bodies, pose)
     found = point_encoder.nearest(bodies, pose, world).double().norm(dim=-1)[0]
     distances = torch.cdist(world[0, 0].double(), world[0, 1].double())

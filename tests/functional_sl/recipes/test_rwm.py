@@ -54,7 +54,8 @@ def recorded(lengths: list[int] = LENGTHS, terminated: bool = True) -> Episodes:
         for n, w in names.items()
     ]
     features.append(Feature("terminated", (), "bool", (("fall", ""),)))
-    about = {"drawn": {"seed": 0, "worlds": 1, "steps": len(LENGTHS), "longest": 14}}
+    asked = {"seed": 0, "worlds": 1, "steps": len(LENGTHS), "longest": 14, "stream": rwm.quadruped.STREAM}
+    about = {"drawn": asked}
     values = {
         "state": state,
         "action": action,
