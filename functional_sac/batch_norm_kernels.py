@@ -62,6 +62,17 @@ def _forward(
 
 
 @triton.jit
+def _centred(source, flow, mask, average, inverse, factor, offset, RELU: tl.constexpr):
+    """Loads a tile of x, normalised, and of the output's gradient where the ReLU lets it through."""
+    value = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    change = tl.load(flow, mask=mask, other=0.0).to(tl.float32)
+    value = (value - average[None, :]) * inverse[None, :]
+    if RELU:
+        change = tl.where(value * factor[None, :] + offset[None, :] > 0.0, change, 0.0)
+    return value, change
+
+
+@triton.jit
 def _backward(
     dy, x, scale, bias, mean, inverse_std, dx, dscale, dbias, features, dy_network, dy_row, x_network, x_row,
     rows: tl.constexpr, RELU: tl.constexpr, INPUTS: tl.constexpr, R: tl.constexpr, F: tl.constexpr,
@@ -81,11 +92,10 @@ def _backward(
     for begin in range(0, rows, R):
         row = begin + tl.arange(0, R)
         mask = (row < rows)[:, None] & inside[None, :]
-        value = tl.load(source[None, :] + row[:, None] * x_row, mask=mask, other=0.0).to(tl.float32)
-        change = tl.load(flow[None, :] + row[:, None] * dy_row, mask=mask, other=0.0).to(tl.float32)
-        value = (value - average[None, :]) * inverse[None, :]
-        if RELU:
-            change = tl.where(value * factor[None, :] + offset[None, :] > 0.0, change, 0.0)
+        value, change = _centred(
+            source[None, :] + row[:, None] * x_row, flow[None, :] + row[:, None] * dy_row, mask, average, inverse,
+            factor, offset, RELU,
+        )  # fmt: skip
         sums += change
         products += tl.where(mask, change * value, 0.0)
     total, weighted = tl.sum(sums, 0), tl.sum(products, 0)
@@ -99,11 +109,10 @@ def _backward(
         for begin in range(0, rows, R):
             row = begin + tl.arange(0, R)
             mask = (row < rows)[:, None] & inside[None, :]
-            value = tl.load(source[None, :] + row[:, None] * x_row, mask=mask, other=0.0).to(tl.float32)
-            change = tl.load(flow[None, :] + row[:, None] * dy_row, mask=mask, other=0.0).to(tl.float32)
-            value = (value - average[None, :]) * inverse[None, :]
-            if RELU:
-                change = tl.where(value * factor[None, :] + offset[None, :] > 0.0, change, 0.0)
+            value, change = _centred(
+                source[None, :] + row[:, None] * x_row, flow[None, :] + row[:, None] * dy_row, mask, average, inverse,
+                factor, offset, RELU,
+            )  # fmt: skip
             change = (change - total[None, :] - value * weighted[None, :]) * slope[None, :]
             tl.store(target[None, :] + row[:, None] * features, change.to(dx.dtype.element_ty), mask=mask)
 

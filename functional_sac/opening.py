@@ -238,10 +238,15 @@ def _compiles(config: TrainConfig, ranks: Replicas) -> str:
     return "true" if ranks.world.device.type == "cuda" or worthwhile else "false"
 
 
+def _suited(config: TrainConfig, ranks: Replicas) -> bool:
+    """Tells whether iterations can be captured: compiled ones on a GPU, without a scaler for float16."""
+    compiled = ranks.world.device.type == "cuda" and config.compile == "true"
+    return compiled and config.compute_dtype != "float16"
+
+
 def _fuses(config: TrainConfig, ranks: Replicas) -> bool:
-    """Tells whether gradients are taken as they are written out: on a GPU, compiled, for one seed."""
-    on_gpu = ranks.world.device.type == "cuda" and config.compile == "true"
-    return on_gpu and config.num_seeds == 1 and config.compute_dtype != "float16"
+    """Tells whether gradients are taken as they are written out, which are for one seed."""
+    return _suited(config, ranks) and config.num_seeds == 1
 
 
 def _wrap(config: TrainConfig) -> Callable[[capture.Function], capture.Function]:
@@ -270,10 +275,8 @@ def _iterate(
         state = over_seeds(iteration.step, random=random)(state)
         return (state if phase is None else iteration.learn(state, phase)), ()
 
-    # A float16 scaler and eager kernels run the same function uncaptured.
-    suited = ranks.world.device.type == "cuda" and config.compile == "true" and config.compute_dtype != "float16"
-    wanted = ranks.size == 1 or config.dp_whole_cycle_cuda_graph
-    region = functools.partial(capture.Captured if suited and wanted else capture.Eager, hooks=_hooks(ranks))
+    captured = _suited(config, ranks) and (ranks.size == 1 or config.dp_whole_cycle_cuda_graph)
+    region = functools.partial(capture.Captured if captured else capture.Eager, hooks=_hooks(ranks))
     if isinstance(env, HostEnv):
         act = functools.partial(over_seeds, iteration.act)
         halves = hosted.stages(lambda random: act(random=random), over_seeds(iteration.store), iteration.learn)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from functional_sl import keys, loss_scale, optim, schedules, tree
 from functional_sl.loss_scale import LossScale, LossScaleState
 from functional_sl.parallel.collectives import Collectives
 from functional_sl.schedules import Schedule
-from functional_sl.step import Loss, Step, StepState, make_step
+from functional_sl.step import Gradient, Loss, Step, StepState, make_step
 
 Metrics = dict[str, Tensor]
 
@@ -161,7 +161,9 @@ def make_updates(config: SACConfig, spec: EnvSpec, collectives: Collectives, fus
         config.lr_init, config.lr_peak, config.lr_end, config.lr_warmup_updates, config.lr_decay_updates
     )
 
-    def step(loss: Loss, project: Callable[[tree.Tree], tree.Tree] | None = None, gradient: Any = None) -> Step:
+    def step(
+        loss: Loss, project: Callable[[tree.Tree], tree.Tree] | None = None, gradient: Gradient | None = None
+    ) -> Step:
         wire = config.dp_gradient_wire_dtype
         return make_step(loss, optim.adam(rate), collectives, wire_dtype=wire, project=project, gradient=gradient)
 

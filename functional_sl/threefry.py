@@ -1,8 +1,8 @@
 """Threefry-2x32 and the numbers made from its words, which `keys` gives their names and shapes.
 
 Eagerly on a GPU a draw is one Triton kernel, and one of normal numbers is three; elsewhere, and in a compiled region,
-where Inductor fuses them, it is plain operations. Which ones depends on the device alone and changes no bit. Where
-Triton or the C compiler that it needs is missing, a GPU runs the plain operations too.
+where Inductor fuses them, it is plain operations. Kernels change no bit of them; Inductor may round a normal number
+otherwise, by up to 5e-7. Where Triton or the C compiler that it needs is missing, a GPU runs the plain operations too.
 Hash: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 """
 
