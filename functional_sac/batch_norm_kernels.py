@@ -1,6 +1,7 @@
 """The Triton kernels of batch norm: a program takes a few features of one network through all rows.
 
-Rows are read twice, the second time from cache. Nothing is added atomically, so the same input gives the same bits.
+Rows are read twice, the second time from cache. Where features are few that would leave most of the GPU idle, and
+`batch_norm_parts` takes over. Nothing is added atomically, so the same input gives the same bits.
 """
 
 from __future__ import annotations
@@ -10,8 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from functional_sac import batch_norm_parts
+from functional_sac.batch_norm_parts import tile
+
 TILE = 16384  # elements that a program holds at a time
-PROGRAMS = 128  # about as many as the GPU has multiprocessors
+FORWARD_WIDTH, BACKWARD_WIDTH = 32, 16  # features of a program
+PROGRAMS = 128  # about as many as the GPU has multiprocessors; with fewer the rows are split
 
 
 @triton.jit
@@ -62,20 +67,9 @@ def _forward(
 
 
 @triton.jit
-def _centred(source, flow, mask, average, inverse, factor, offset, RELU: tl.constexpr):
-    """Loads a tile of x, normalised, and of the output's gradient where the ReLU lets it through."""
-    value = tl.load(source, mask=mask, other=0.0).to(tl.float32)
-    change = tl.load(flow, mask=mask, other=0.0).to(tl.float32)
-    value = (value - average[None, :]) * inverse[None, :]
-    if RELU:
-        change = tl.where(value * factor[None, :] + offset[None, :] > 0.0, change, 0.0)
-    return value, change
-
-
-@triton.jit
 def _backward(
     dy, x, scale, bias, mean, inverse_std, dx, dscale, dbias, features, dy_network, dy_row, x_network, x_row,
-    rows: tl.constexpr, RELU: tl.constexpr, INPUTS: tl.constexpr, R: tl.constexpr, F: tl.constexpr,
+    rows: tl.constexpr, RELU: tl.constexpr, R: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     network = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * F + tl.arange(0, F)
@@ -92,7 +86,7 @@ def _backward(
     for begin in range(0, rows, R):
         row = begin + tl.arange(0, R)
         mask = (row < rows)[:, None] & inside[None, :]
-        value, change = _centred(
+        value, change = tile(
             source[None, :] + row[:, None] * x_row, flow[None, :] + row[:, None] * dy_row, mask, average, inverse,
             factor, offset, RELU,
         )  # fmt: skip
@@ -101,20 +95,19 @@ def _backward(
     total, weighted = tl.sum(sums, 0), tl.sum(products, 0)
     tl.store(dbias + affine, total, mask=inside)
     tl.store(dscale + affine, weighted, mask=inside)
-    if INPUTS:
-        total /= rows
-        weighted /= rows
-        slope = factor * inverse
-        target = dx + network * rows * features + column
-        for begin in range(0, rows, R):
-            row = begin + tl.arange(0, R)
-            mask = (row < rows)[:, None] & inside[None, :]
-            value, change = _centred(
-                source[None, :] + row[:, None] * x_row, flow[None, :] + row[:, None] * dy_row, mask, average, inverse,
-                factor, offset, RELU,
-            )  # fmt: skip
-            change = (change - total[None, :] - value * weighted[None, :]) * slope[None, :]
-            tl.store(target[None, :] + row[:, None] * features, change.to(dx.dtype.element_ty), mask=mask)
+    total /= rows
+    weighted /= rows
+    slope = factor * inverse
+    target = dx + network * rows * features + column
+    for begin in range(0, rows, R):
+        row = begin + tl.arange(0, R)
+        mask = (row < rows)[:, None] & inside[None, :]
+        value, change = tile(
+            source[None, :] + row[:, None] * x_row, flow[None, :] + row[:, None] * dy_row, mask, average, inverse,
+            factor, offset, RELU,
+        )  # fmt: skip
+        change = (change - total[None, :] - value * weighted[None, :]) * slope[None, :]
+        tl.store(target[None, :] + row[:, None] * features, change.to(dx.dtype.element_ty), mask=mask)
 
 
 def forward(
@@ -125,11 +118,13 @@ def forward(
     x, scale, bias = _rowwise(x), scale.contiguous(), bias.contiguous()
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
     mean, inverse_std = torch.empty_like(scale), torch.empty_like(scale)
-    width = 32 if x.shape[0] * features >= 32 * PROGRAMS else 16
-    _forward[_grid(x, width)](
-        x, scale, bias, y if residual is None else residual.contiguous(), y, mean, inverse_std, features,
-        *x.stride()[:2], eps, rows=rows, RELU=relu, ADD=residual is not None, R=_rows(rows, width), F=width,
-        num_warps=16 if width > 16 else 8,
+    added = y if residual is None else residual.contiguous()
+    if _programs(x, FORWARD_WIDTH) < PROGRAMS:
+        batch_norm_parts.forward(x, scale, bias, added, (y, mean, inverse_std), relu, eps)
+        return y, mean, inverse_std
+    _forward[_grid(x, FORWARD_WIDTH)](
+        x, scale, bias, added, y, mean, inverse_std, features, *x.stride()[:2], eps, rows=rows, RELU=relu,
+        ADD=residual is not None, R=_rows(rows, FORWARD_WIDTH), F=FORWARD_WIDTH, num_warps=16,
     )  # fmt: skip
     return y, mean, inverse_std
 
@@ -150,10 +145,12 @@ def backward(
     scale, bias, mean, inverse_std = (t.contiguous() for t in (scale, bias, mean, inverse_std))
     dx = torch.empty(x.shape if inputs else (0,), dtype=x.dtype, device=x.device)
     dscale, dbias = torch.empty_like(scale), torch.empty_like(bias)
-    width = 16 if x.shape[0] * features >= 16 * PROGRAMS else 8
-    _backward[_grid(x, width)](
+    if _programs(x, BACKWARD_WIDTH) < PROGRAMS or not inputs:
+        batch_norm_parts.backward(dy, x, (scale, bias, mean, inverse_std), (dx, dscale, dbias), relu)
+        return dx, dscale, dbias
+    _backward[_grid(x, BACKWARD_WIDTH)](
         dy, x, scale, bias, mean, inverse_std, dx, dscale, dbias, features, *dy.stride()[:2], *x.stride()[:2],
-        rows=rows, RELU=relu, INPUTS=inputs, R=_rows(rows, width), F=width, num_warps=8,
+        rows=rows, RELU=relu, R=_rows(rows, BACKWARD_WIDTH), F=BACKWARD_WIDTH, num_warps=8,
     )  # fmt: skip
     return dx, dscale, dbias
 
@@ -165,6 +162,10 @@ def _rowwise(x: Tensor) -> Tensor:
 
 def _grid(x: Tensor, width: int) -> tuple[int, int]:
     return triton.cdiv(x.shape[-1], width), x.shape[0]
+
+
+def _programs(x: Tensor, width: int) -> int:
+    return triton.cdiv(x.shape[-1], width) * x.shape[0]
 
 
 def _rows(rows: int, width: int) -> int:
