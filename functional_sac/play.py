@@ -23,7 +23,7 @@ DESCRIPTION = (
 class Settings:
     """The flags."""
 
-    snapshot: str | None = cli.option(None, "Folder of a snapshot, or of a run (its newest), or 'latest'.")
+    snapshot: str | None = cli.option(None, "Folder of a snapshot, or of a run (its newest), or 'latest' or 'best'.")
     episodes: int = cli.option(50, "Episodes; number i starts alike whatever the policy and the other flags but seed.")
     num_envs: int = cli.option(0, "Environments side by side; 0 for as many as episodes.")
     seed: int | None = cli.option(None, "Seed of the episodes; the run's own by default, as in its evaluations.")

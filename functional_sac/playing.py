@@ -171,7 +171,7 @@ def _spread(x: np.ndarray) -> dict[str, Any]:
     rows = np.random.default_rng(0).integers(len(x), size=(RESAMPLES, len(x)), dtype=np.int32)
     return {
         "mean": float(x.mean()),
-        "std": float(x.std(ddof=1)) if len(x) > 1 else 0.0,
+        "std": float(x.std()),
         "interval": np.percentile(x[rows].mean(axis=1), [2.5, 97.5]).tolist(),
         "min": float(x.min()),
         "max": float(x.max()),

@@ -29,7 +29,7 @@ DESCRIPTION = (
 class Settings:
     """The flags."""
 
-    snapshot: str | None = cli.option(None, "Folder of a snapshot, or of a run (its newest), or 'latest'.")
+    snapshot: str | None = cli.option(None, "Folder of a snapshot, or of a run (its newest), or 'latest' or 'best'.")
     out: str | None = cli.option(None, "The files' name without its suffix.")
     formats: str = cli.option("safetensors,pt2", "Any of safetensors, pt2 and onnx (the extra `onnx`), by commas.")
     data: str | None = cli.option(None, "Where the recipe's data lie now, as setting=path, if they were moved.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -98,7 +99,10 @@ def main(argv: Sequence[str] | None = None) -> None:
                 _draw(path, settings.picture)
         except (RunError, SnapshotError, ValueError, OSError) as error:
             raise cli.UsageError(str(error)) from error
-    print("\n".join(report))
+    try:
+        print("\n".join(report), flush=True)
+    except BrokenPipeError:  # of `functional-sl RUN | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -18,6 +18,12 @@ from functional_sl.run import cli, manifest, resuming, runlog
 from functional_sl.run.cli import UsageError
 from functional_sl.training.config import MAY_CHANGE, UNSTORED, TrainConfig
 
+RECIPES = ("bc_state", "bc_visual", "nerd", "rwm", "rigidformer")  # of this package
+_NO_RECIPE = (
+    "no recipe: give --recipe=package.module:function, or --resume; this package has functional_sl.recipes.NAME:build "
+    f"for the names {', '.join(RECIPES)}"
+)
+
 if TYPE_CHECKING:
     from functional_sl.recipe import Builder
 
@@ -53,7 +59,7 @@ def parse(argv: Sequence[str], program: str, description: str) -> CommandLine:
     kind = combined(builder, named.get("size", TrainConfig.size)) if builder else TrainConfig
     parsed = cli.parse(_unchecked(kind), argv, program=program, description=description)
     if builder is None:
-        raise UsageError("no recipe: give --recipe=package.module:function, or --resume")
+        raise UsageError(_NO_RECIPE)
     return CommandLine(cli.to_dict(parsed.config), parsed.given, source)
 
 
@@ -79,7 +85,7 @@ def resolve(values: Mapping[str, Any], given: frozenset[str], source: Path | Non
             values, given, source or resuming.find(values["resume"], values.get("run_dir"), having="recipe")
         )
     if not values.get("recipe"):
-        raise UsageError("no recipe: give --recipe=package.module:function, or --resume")
+        raise UsageError(_NO_RECIPE)
     builder = _load(values["recipe"])
     whole = cli.from_dict(combined(builder, values.get("size", TrainConfig.size)), values)
     return Request(*_split(whole, builder), builder, None)

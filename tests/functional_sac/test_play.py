@@ -155,7 +155,7 @@ def test_one_of_several_seeds(tmp_path: Path, finished: Path) -> None:
 
 
 def test_figures_by_hand() -> None:
-    """Returns 1, 2, 3, 6, one of four terminated, a fifth that did not end: mean 3, std sqrt(14 / 3)."""
+    """Returns 1, 2, 3, 6, one of four terminated, a fifth that did not end: mean 3, deviation of these four sqrt(14 / 4)."""
     result = Result(
         returns=torch.tensor([1.0, 2.0, 3.0, 6.0, 0.0]),
         lengths=torch.tensor([5, 5, 5, 2, 0]),
@@ -163,7 +163,7 @@ def test_figures_by_hand() -> None:
     )
     found = playing.figures(result)
     assert (found["return_mean"], found["return_min"], found["return_max"]) == (3.0, 1.0, 6.0)
-    assert found["return_std"] == pytest.approx(math.sqrt(14 / 3))
+    assert found["return_std"] == pytest.approx(math.sqrt(14 / 4))
     assert (found["terminated"], found["episodes"], found["unfinished"]) == (0.25, 4, 1)
     low, high = found["return_interval"]
     assert 1.0 < low < 3.0 < high < 6.0

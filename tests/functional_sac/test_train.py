@@ -98,7 +98,7 @@ def test_help_shows_our_flags_alone_and_loads_no_torch(tmp_path):
     ("argv", "words"),
     [
         ("--batchsize=4", "unknown flag --batchsize; did you mean --batch_size?"),
-        ("--task=pendulm", "no classic task 'pendulm'; did you mean 'pendulum'?"),
+        ("--task=pendulm", "no task 'pendulm'; did you mean 'pendulum'?"),
         ("--sim=clasic", "--sim: expected one of .*; got 'clasic'; did you mean classic?"),
         ("--sim=mjwarp", "sim='mjwarp': no task 'pendulum' runs on it; its tasks are g1_motion_tracking, "),
         ("--task=g1_walk_flt --sim=mujoco", "sim='mujoco': no task 'g1_walk_flt' runs on it; did you mean 'g1_walk"),

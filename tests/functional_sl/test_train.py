@@ -19,9 +19,10 @@ from torch import Tensor
 
 from functional_sl import data, train
 from functional_sl.recipe import Recipe
+from functional_sl.run import loading
 from functional_sl.run.cli import UsageError, option
 from functional_sl.step import Aux
-from functional_sl.training import optimizer
+from functional_sl.training import optimizer, request
 from functional_sl.training.config import TrainConfig
 from functional_sl.training.errors import UpdateError
 
@@ -120,6 +121,13 @@ def test_a_record_is_the_mean_since_the_last_one(tmp_path):
     first, second, third, fourth = found[1]
     assert found[2] == [(first + second) / 2, (third + fourth) / 2]
     assert len(set(found[1])) > 1
+
+
+def test_every_recipe_that_is_named_is_there(capsys):
+    _, _, err = ended(capsys, "--updates=3")
+    assert "functional_sl.recipes.NAME:build for the names bc_state, bc_visual, nerd, rwm, rigidformer" in err
+    for name in request.RECIPES:
+        assert callable(loading.load(f"functional_sl.recipes.{name}:build"))
 
 
 @pytest.mark.parametrize(
