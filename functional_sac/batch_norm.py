@@ -1,7 +1,8 @@
 """Batch norm of stacked networks by the statistics of their batch, written out forward and backward.
 
-On a GPU a pass is one Triton kernel, or two where features are few, where a compiler takes three or four. Elsewhere it is plain operations. Both compute in float32 and agree to rounding. The ops
-have no derivative of their own and no rule for `vmap`: see `fused` for who calls them.
+On a GPU a pass is one Triton kernel, or two where features are few, where a compiler takes three or four. Elsewhere it
+is plain operations. Both compute in float32 and agree to rounding. The ops have no derivative of their own and no rule
+for `vmap`: see `fused` for who calls them.
 Source: Ioffe and Szegedy 2015, arXiv 1502.03167.
 """
 

@@ -161,7 +161,7 @@ def forward(
 
 
 def backward(dy: Tensor, x: Tensor, saved: tuple[Tensor, ...], outputs: tuple[Tensor, ...], relu: bool) -> None:
-    """Launches `batch_norm.backward` from (scale, bias, mean, inverse_std) into (dx, dscale, dbias); dx may be empty."""
+    """Launches `batch_norm.backward` of (scale, bias, mean, inverse_std) into (dx, dscale, dbias); dx may be empty."""
     part, size = _parts(x)
     inputs, strides = outputs[0].numel() > 0, (*x.shape[2:], *dy.stride()[:2], *x.stride()[:2])
     _backward_sums[_grid(x, size["PARTS"])](dy, x, *saved, part, *strides, RELU=relu, **size)

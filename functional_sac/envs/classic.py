@@ -27,7 +27,5 @@ def make(task: str) -> Env:
     """
     if task not in TASKS:
         nearest = difflib.get_close_matches(task, TASKS, n=1, cutoff=0.0)[0]
-        raise ValueError(
-            f"there is no task {task!r}; did you mean {nearest!r}? The tasks are: {', '.join(TASKS)}"
-        )
+        raise ValueError(f"there is no task {task!r}; did you mean {nearest!r}? The tasks are: {', '.join(TASKS)}")
     return TASKS[task]()

@@ -155,7 +155,7 @@ def test_one_of_several_seeds(tmp_path: Path, finished: Path) -> None:
 
 
 def test_figures_by_hand() -> None:
-    """Returns 1, 2, 3, 6, one of four terminated, a fifth that did not end: mean 3, deviation of these four sqrt(14 / 4)."""
+    """Returns 1, 2, 3, 6, one of four terminated, a fifth that did not end: mean 3, deviation sqrt(14 / 4)."""
     result = Result(
         returns=torch.tensor([1.0, 2.0, 3.0, 6.0, 0.0]),
         lengths=torch.tensor([5, 5, 5, 2, 0]),
