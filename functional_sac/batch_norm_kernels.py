@@ -21,8 +21,8 @@ PROGRAMS = 128  # about as many as the GPU has multiprocessors; with fewer the r
 
 @triton.jit
 def _forward(
-    x, scale, bias, residual, y, mean, inverse_std, features, x_network, x_row, eps,
-    rows: tl.constexpr, RELU: tl.constexpr, ADD: tl.constexpr, R: tl.constexpr, F: tl.constexpr,
+    x, scale, bias, residual, y, mean, inverse_std, features, x_network, x_row, moments, eps,
+    rows: tl.constexpr, ADD: tl.constexpr, R: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     network = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * F + tl.arange(0, F)
@@ -45,8 +45,8 @@ def _forward(
     variance = tl.maximum(tl.sum(squares, 0) / rows - average * average, 0.0, propagate_nan=tl.PropagateNan.ALL)
     average += shift
     inverse = 1.0 / tl.sqrt(variance + eps)
-    tl.store(mean + affine, average, mask=inside)
-    tl.store(inverse_std + affine, inverse, mask=inside)
+    tl.store(mean + network * moments + column, average, mask=inside)
+    tl.store(inverse_std + network * moments + column, inverse, mask=inside)
     slope = tl.load(scale + affine, mask=inside, other=0.0) * inverse
     offset = tl.load(bias + affine, mask=inside, other=0.0)
     # Outputs and residuals lie one row after the other.
@@ -56,9 +56,8 @@ def _forward(
         mask = (row < rows)[:, None] & inside[None, :]
         value = tl.load(source[None, :] + row[:, None] * x_row, mask=mask, other=0.0).to(tl.float32)
         value = (value - average[None, :]) * slope[None, :] + offset[None, :]
-        if RELU:
-            # NaN stays NaN: the gate must see it.
-            value = tl.where(value < 0.0, 0.0, value)
+        # NaN stays NaN: the gate must see it.
+        value = tl.where(value < 0.0, 0.0, value)
         value = value.to(y.dtype.element_ty)
         if ADD:
             other = tl.load(residual + place[None, :] + row[:, None] * features, mask=mask, other=0.0)
@@ -68,8 +67,8 @@ def _forward(
 
 @triton.jit
 def _backward(
-    dy, x, scale, bias, mean, inverse_std, dx, dscale, dbias, features, dy_network, dy_row, x_network, x_row,
-    rows: tl.constexpr, RELU: tl.constexpr, R: tl.constexpr, F: tl.constexpr,
+    dy, x, scale, bias, mean, inverse_std, whole, dx, dscale, dbias, features, dy_network, dy_row, x_network, x_row,
+    moments, given: tl.constexpr, rows: tl.constexpr, WHOLE: tl.constexpr, R: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     network = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * F + tl.arange(0, F)
@@ -77,8 +76,8 @@ def _backward(
     source = x + network * x_network + column
     flow = dy + network * dy_network + column
     affine = network * features + column
-    average = tl.load(mean + affine, mask=inside, other=0.0)
-    inverse = tl.load(inverse_std + affine, mask=inside, other=0.0)
+    average = tl.load(mean + network * moments + column, mask=inside, other=0.0)
+    inverse = tl.load(inverse_std + network * moments + column, mask=inside, other=0.0)
     factor = tl.load(scale + affine, mask=inside, other=0.0)
     offset = tl.load(bias + affine, mask=inside, other=0.0)
     sums = tl.zeros((R, F), tl.float32)
@@ -86,9 +85,9 @@ def _backward(
     for begin in range(0, rows, R):
         row = begin + tl.arange(0, R)
         mask = (row < rows)[:, None] & inside[None, :]
+        change = tl.load(flow[None, :] + row[:, None] * dy_row, mask=mask & (row < given)[:, None], other=0.0)
         value, change = tile(
-            source[None, :] + row[:, None] * x_row, flow[None, :] + row[:, None] * dy_row, mask, average, inverse,
-            factor, offset, RELU,
+            source[None, :] + row[:, None] * x_row, change, mask, average, inverse, factor, offset, True
         )  # fmt: skip
         sums += change
         products += tl.where(mask, change * value, 0.0)
@@ -98,59 +97,54 @@ def _backward(
     total /= rows
     weighted /= rows
     slope = factor * inverse
-    target = dx + network * rows * features + column
+    place = network * rows * features + column
     for begin in range(0, rows, R):
         row = begin + tl.arange(0, R)
         mask = (row < rows)[:, None] & inside[None, :]
+        change = tl.load(flow[None, :] + row[:, None] * dy_row, mask=mask & (row < given)[:, None], other=0.0)
+        if WHOLE:
+            tl.store(whole + place[None, :] + row[:, None] * features, change, mask=mask)
         value, change = tile(
-            source[None, :] + row[:, None] * x_row, flow[None, :] + row[:, None] * dy_row, mask, average, inverse,
-            factor, offset, RELU,
+            source[None, :] + row[:, None] * x_row, change, mask, average, inverse, factor, offset, True
         )  # fmt: skip
         change = (change - total[None, :] - value * weighted[None, :]) * slope[None, :]
-        tl.store(target[None, :] + row[:, None] * features, change.to(dx.dtype.element_ty), mask=mask)
+        tl.store(dx + place[None, :] + row[:, None] * features, change.to(dx.dtype.element_ty), mask=mask)
 
 
 def forward(
-    x: Tensor, scale: Tensor, bias: Tensor, residual: Tensor | None, relu: bool, dtype: torch.dtype, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    x: Tensor, scale: Tensor, bias: Tensor, residual: Tensor | None, mean: Tensor, inverse_std: Tensor, eps: float
+) -> Tensor:
     """Launches `batch_norm.forward`."""
     rows, features = x.shape[1:]
     x, scale, bias = _rowwise(x), scale.contiguous(), bias.contiguous()
-    y = torch.empty(x.shape, dtype=dtype, device=x.device)
-    mean, inverse_std = torch.empty_like(scale), torch.empty_like(scale)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     added = y if residual is None else residual.contiguous()
     if _programs(x, FORWARD_WIDTH) < PROGRAMS:
-        batch_norm_parts.forward(x, scale, bias, added, (y, mean, inverse_std), relu, eps)
-        return y, mean, inverse_std
+        batch_norm_parts.forward(x, scale, bias, added, (y, mean, inverse_std), eps)
+        return y
     _forward[_grid(x, FORWARD_WIDTH)](
-        x, scale, bias, added, y, mean, inverse_std, features, *x.stride()[:2], eps, rows=rows, RELU=relu,
+        x, scale, bias, added, y, mean, inverse_std, features, *x.stride()[:2], mean.stride(0), eps, rows=rows,
         ADD=residual is not None, R=_rows(rows, FORWARD_WIDTH), F=FORWARD_WIDTH, num_warps=16,
     )  # fmt: skip
-    return y, mean, inverse_std
+    return y
 
 
 def backward(
-    dy: Tensor,
-    x: Tensor,
-    scale: Tensor,
-    bias: Tensor,
-    mean: Tensor,
-    inverse_std: Tensor,
-    relu: bool,
-    inputs: bool,
+    dy: Tensor, x: Tensor, scale: Tensor, bias: Tensor, mean: Tensor, inverse_std: Tensor, whole: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launches `batch_norm.backward`."""
     rows, features = x.shape[1:]
-    dy, x = _rowwise(dy), _rowwise(x)
-    scale, bias, mean, inverse_std = (t.contiguous() for t in (scale, bias, mean, inverse_std))
-    dx = torch.empty(x.shape if inputs else (0,), dtype=x.dtype, device=x.device)
+    dy, x, scale, bias = _rowwise(dy), _rowwise(x), scale.contiguous(), bias.contiguous()
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dscale, dbias = torch.empty_like(scale), torch.empty_like(bias)
-    if _programs(x, BACKWARD_WIDTH) < PROGRAMS or not inputs:
-        batch_norm_parts.backward(dy, x, (scale, bias, mean, inverse_std), (dx, dscale, dbias), relu)
+    outputs = (dx if whole is None else whole, dx, dscale, dbias)
+    if _programs(x, BACKWARD_WIDTH) < PROGRAMS:
+        batch_norm_parts.backward(dy, x, (scale, bias, mean, inverse_std), outputs)
         return dx, dscale, dbias
     _backward[_grid(x, BACKWARD_WIDTH)](
-        dy, x, scale, bias, mean, inverse_std, dx, dscale, dbias, features, *dy.stride()[:2], *x.stride()[:2],
-        rows=rows, RELU=relu, R=_rows(rows, BACKWARD_WIDTH), F=BACKWARD_WIDTH, num_warps=8,
+        dy, x, scale, bias, mean, inverse_std, *outputs, features, *dy.stride()[:2], *x.stride()[:2], mean.stride(0),
+        given=dy.shape[1], rows=rows, WHOLE=whole is not None, R=_rows(rows, BACKWARD_WIDTH), F=BACKWARD_WIDTH,
+        num_warps=8,
     )  # fmt: skip
     return dx, dscale, dbias
 

@@ -1,4 +1,4 @@
-"""Triton kernels of batch norm for few features: the rows are split over programs.
+"""Triton kernels of batch norm for few features, and for an input that networks share: programs split the rows.
 
 A first kernel adds up each part of the rows, a second one adds the parts in their order and does the rest. The parts
 lie in `[N, parts, 2, F]` float32.
@@ -11,15 +11,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS = 256  # of a program
+ROWS, COMMON_ROWS = 256, 128  # of a program
 WIDTH = 32  # features of a program
 
 
 @triton.jit
-def tile(source, flow, mask, average, inverse, factor, offset, RELU: tl.constexpr):
-    """Loads a tile of x, normalised, and of the output's gradient where the ReLU lets it through."""
+def tile(source, change, mask, average, inverse, factor, offset, RELU: tl.constexpr):
+    """Loads a tile of x, normalised, and returns it with the output's gradient where the ReLU lets it through."""
     value = tl.load(source, mask=mask, other=0.0).to(tl.float32)
-    change = tl.load(flow, mask=mask, other=0.0).to(tl.float32)
+    change = change.to(tl.float32)
     value = (value - average[None, :]) * inverse[None, :]
     if RELU:
         change = tl.where(value * factor[None, :] + offset[None, :] > 0.0, change, 0.0)
@@ -66,30 +66,34 @@ def _forward_sums(
 
 
 @triton.jit
-def _forward_rest(
-    x, part, scale, bias, residual, y, mean, inverse_std, features, x_network, x_row, eps,
-    rows: tl.constexpr, PARTS: tl.constexpr, RELU: tl.constexpr, ADD: tl.constexpr, R: tl.constexpr, F: tl.constexpr,
-):  # fmt: skip
-    network, column, row, inside, mask = _place(features, rows, R, F)
-    source = x + network * x_network + column
-    affine = network * features + column
+def _moments(x, part, column, inside, network, features, x_network, eps, rows: tl.constexpr, PARTS: tl.constexpr):
+    """Returns mean and inverse standard deviation by the parts that `_forward_sums` left."""
     sums, squares = _load_parts(part, network, column, inside, features, PARTS)
     average = sums / rows
     # NaN must stay: it closes the gate.
     variance = tl.maximum(squares / rows - average * average, 0.0, propagate_nan=tl.PropagateNan.ALL)
-    average += tl.load(source, mask=inside, other=0.0).to(tl.float32)
-    inverse = 1.0 / tl.sqrt(variance + eps)
+    average += tl.load(x + network * x_network + column, mask=inside, other=0.0).to(tl.float32)
+    return average, 1.0 / tl.sqrt(variance + eps)
+
+
+@triton.jit
+def _forward_rest(
+    x, part, scale, bias, residual, y, mean, inverse_std, features, x_network, x_row, moments, eps,
+    rows: tl.constexpr, PARTS: tl.constexpr, ADD: tl.constexpr, R: tl.constexpr, F: tl.constexpr,
+):  # fmt: skip
+    network, column, row, inside, mask = _place(features, rows, R, F)
+    average, inverse = _moments(x, part, column, inside, network, features, x_network, eps, rows, PARTS)
     if tl.program_id(2) == 0:
-        tl.store(mean + affine, average, mask=inside)
-        tl.store(inverse_std + affine, inverse, mask=inside)
+        tl.store(mean + network * moments + column, average, mask=inside)
+        tl.store(inverse_std + network * moments + column, inverse, mask=inside)
+    affine = network * features + column
     slope = tl.load(scale + affine, mask=inside, other=0.0) * inverse
     offset = tl.load(bias + affine, mask=inside, other=0.0)
-    value = tl.load(source[None, :] + row[:, None] * x_row, mask=mask, other=0.0).to(tl.float32)
+    source = x + network * x_network + column[None, :] + row[:, None] * x_row
+    value = tl.load(source, mask=mask, other=0.0).to(tl.float32)
     value = (value - average[None, :]) * slope[None, :] + offset[None, :]
-    if RELU:
-        # NaN stays NaN: the gate must see it.
-        value = tl.where(value < 0.0, 0.0, value)
-    value = value.to(y.dtype.element_ty)
+    # NaN stays NaN: the gate must see it.
+    value = tl.where(value < 0.0, 0.0, value).to(y.dtype.element_ty)
     place = network * rows * features + column[None, :] + row[:, None] * features
     if ADD:
         other = tl.load(residual + place, mask=mask, other=0.0)
@@ -98,20 +102,43 @@ def _forward_rest(
 
 
 @triton.jit
+def _common_rest(
+    x, part, scale, bias, y, mean, inverse_std, features, x_row, width, moments, eps,
+    rows: tl.constexpr, PARTS: tl.constexpr, NETWORKS: tl.constexpr, R: tl.constexpr, F: tl.constexpr,
+):  # fmt: skip
+    none, column, row, inside, mask = _place(features, rows, R, F)
+    average, inverse = _moments(x, part, column, inside, none, features, 0, eps, rows, PARTS)
+    value = tl.load(x + column[None, :] + row[:, None] * x_row, mask=mask, other=0.0).to(tl.float32)
+    value = tl.where(inside[None, :], value - average[None, :], 0.0)
+    place = row[:, None].to(tl.int64) * width + column[None, :]
+    wanted = (row < rows)[:, None] & (column < width)[None, :]
+    for network in tl.static_range(NETWORKS):
+        if tl.program_id(2) == 0:
+            tl.store(mean + network * moments + column, average, mask=inside)
+            tl.store(inverse_std + network * moments + column, inverse, mask=inside)
+        slope = tl.load(scale + network * features + column, mask=inside, other=0.0) * inverse
+        offset = tl.load(bias + network * features + column, mask=inside, other=0.0)
+        out = value * slope[None, :] + offset[None, :]
+        tl.store(y + place, out.to(y.dtype.element_ty), mask=wanted)
+        place += rows * width
+
+
+@triton.jit
 def _backward_sums(
-    dy, x, scale, bias, mean, inverse_std, part, features, dy_network, dy_row, x_network, x_row,
-    rows: tl.constexpr, PARTS: tl.constexpr, RELU: tl.constexpr, R: tl.constexpr, F: tl.constexpr,
+    dy, x, scale, bias, mean, inverse_std, part, features, dy_network, dy_row, x_network, x_row, moments,
+    given: tl.constexpr, rows: tl.constexpr, PARTS: tl.constexpr, RELU: tl.constexpr, R: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     network, column, row, inside, mask = _place(features, rows, R, F)
     affine = network * features + column
+    flow = dy + network * dy_network + column[None, :] + row[:, None] * dy_row
     value, change = tile(
         x + network * x_network + column[None, :] + row[:, None] * x_row,
-        dy + network * dy_network + column[None, :] + row[:, None] * dy_row,
+        tl.load(flow, mask=mask & (row < given)[:, None], other=0.0),
         mask,
-        tl.load(mean + affine, mask=inside, other=0.0),
-        tl.load(inverse_std + affine, mask=inside, other=0.0),
-        tl.load(scale + affine, mask=inside, other=0.0),
-        tl.load(bias + affine, mask=inside, other=0.0),
+        tl.load(mean + network * moments + column, mask=inside, other=0.0),
+        tl.load(inverse_std + network * moments + column, mask=inside, other=0.0),
+        tl.load(scale + affine, mask=inside, other=0.0) if RELU else 0.0,
+        tl.load(bias + affine, mask=inside, other=0.0) if RELU else 0.0,
         RELU,
     )
     weighted = tl.where(mask, change * value, 0.0)
@@ -120,8 +147,9 @@ def _backward_sums(
 
 @triton.jit
 def _backward_rest(
-    dy, x, scale, bias, mean, inverse_std, part, dx, dscale, dbias, features, dy_network, dy_row, x_network, x_row,
-    rows: tl.constexpr, PARTS: tl.constexpr, RELU: tl.constexpr, INPUTS: tl.constexpr, R: tl.constexpr, F: tl.constexpr,
+    dy, x, scale, bias, mean, inverse_std, part, whole, dx, dscale, dbias, features, dy_network, dy_row, x_network,
+    x_row, moments, given: tl.constexpr, rows: tl.constexpr, PARTS: tl.constexpr, WHOLE: tl.constexpr, R: tl.constexpr,
+    F: tl.constexpr,
 ):  # fmt: skip
     network, column, row, inside, mask = _place(features, rows, R, F)
     affine = network * features + column
@@ -129,54 +157,97 @@ def _backward_rest(
     if tl.program_id(2) == 0:
         tl.store(dbias + affine, total, mask=inside)
         tl.store(dscale + affine, weighted, mask=inside)
-    if INPUTS:
-        inverse = tl.load(inverse_std + affine, mask=inside, other=0.0)
-        factor = tl.load(scale + affine, mask=inside, other=0.0)
-        value, change = tile(
-            x + network * x_network + column[None, :] + row[:, None] * x_row,
-            dy + network * dy_network + column[None, :] + row[:, None] * dy_row,
-            mask,
-            tl.load(mean + affine, mask=inside, other=0.0),
-            inverse,
-            factor,
-            tl.load(bias + affine, mask=inside, other=0.0),
-            RELU,
-        )
-        change -= (total / rows)[None, :] + value * (weighted / rows)[None, :]
-        change *= (factor * inverse)[None, :]
-        place = dx + network * rows * features + column[None, :] + row[:, None] * features
-        tl.store(place, change.to(dx.dtype.element_ty), mask=mask)
+    place = network * rows * features + column[None, :] + row[:, None] * features
+    flow = dy + network * dy_network + column[None, :] + row[:, None] * dy_row
+    change = tl.load(flow, mask=mask & (row < given)[:, None], other=0.0)
+    if WHOLE:
+        tl.store(whole + place, change, mask=mask)
+    inverse = tl.load(inverse_std + network * moments + column, mask=inside, other=0.0)
+    factor = tl.load(scale + affine, mask=inside, other=0.0)
+    value, change = tile(
+        x + network * x_network + column[None, :] + row[:, None] * x_row,
+        change,
+        mask,
+        tl.load(mean + network * moments + column, mask=inside, other=0.0),
+        inverse,
+        factor,
+        tl.load(bias + affine, mask=inside, other=0.0),
+        True,
+    )
+    change -= (total / rows)[None, :] + value * (weighted / rows)[None, :]
+    change *= (factor * inverse)[None, :]
+    tl.store(dx + place, change.to(dx.dtype.element_ty), mask=mask)
 
 
-def forward(
-    x: Tensor, scale: Tensor, bias: Tensor, residual: Tensor, outputs: tuple[Tensor, ...], relu: bool, eps: float
-) -> None:
+@triton.jit
+def _add_parts(part, dscale, dbias, features, PARTS: tl.constexpr, F: tl.constexpr):
+    network = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * F + tl.arange(0, F)
+    inside = column < features
+    total, weighted = _load_parts(part, network, column, inside, features, PARTS)
+    tl.store(dbias + network * features + column, total, mask=inside)
+    tl.store(dscale + network * features + column, weighted, mask=inside)
+
+
+def forward(x: Tensor, scale: Tensor, bias: Tensor, residual: Tensor, outputs: tuple[Tensor, ...], eps: float) -> None:
     """Launches `batch_norm.forward` into (y, mean, inverse_std); a residual that is y itself is none."""
-    part, size = _parts(x)
-    source = (*x.shape[2:], *x.stride()[:2])
-    _forward_sums[_grid(x, size["PARTS"])](x, part, *source, **size)
-    _forward_rest[_grid(x, size["PARTS"])](
-        x, part, scale, bias, residual, *outputs, *source, eps, RELU=relu, ADD=residual is not outputs[0], **size
+    part, size = _parts(x, ROWS)
+    source, grid = (x.shape[2], *x.stride()[:2]), _grid(x.shape[2], x.shape[0], size["PARTS"])
+    _forward_sums[grid](x, part, *source, **size)
+    strides = (*source, outputs[1].stride(0))
+    _forward_rest[grid](x, part, scale, bias, residual, *outputs, *strides, eps, ADD=residual is not outputs[0], **size)
+
+
+def backward(dy: Tensor, x: Tensor, saved: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
+    """Launches `batch_norm.backward` from (scale, bias, mean, inverse_std) into (whole, dx, dscale, dbias).
+
+    Where `whole` is dx it is not wanted.
+    """
+    part, size = _parts(x, ROWS)
+    grid = _grid(x.shape[2], x.shape[0], size["PARTS"])
+    strides = (x.shape[2], *dy.stride()[:2], *x.stride()[:2], saved[2].stride(0), dy.shape[1])
+    _backward_sums[grid](dy, x, *saved, part, *strides, RELU=True, **size)
+    _backward_rest[grid](dy, x, *saved, part, *outputs, *strides, WHOLE=outputs[0] is not outputs[1], **size)
+
+
+def common(
+    x: Tensor, scale: Tensor, bias: Tensor, mean: Tensor, inverse_std: Tensor, dtype: torch.dtype, eps: float
+) -> Tensor:
+    """Launches `batch_norm.common`."""
+    networks, features = scale.shape
+    x, scale, bias, width = x.contiguous(), scale.contiguous(), bias.contiguous(), x.shape[1]
+    part, size = _parts(x[None, :, :features], COMMON_ROWS)
+    y = torch.empty(networks, *x.shape, dtype=dtype, device=x.device)
+    _forward_sums[_grid(features, 1, size["PARTS"])](x, part, features, 0, width, **size)
+    _common_rest[_grid(width, 1, size["PARTS"])](
+        x, part, scale, bias, y, mean, inverse_std, features, width, width, mean.stride(0), eps, NETWORKS=networks,
+        **size,
+    )  # fmt: skip
+    return y
+
+
+def common_backward(dy: Tensor, x: Tensor, mean: Tensor, inverse_std: Tensor) -> tuple[Tensor, Tensor]:
+    """Launches `batch_norm.common_backward`."""
+    networks, features = mean.shape
+    dy, x = dy.contiguous(), x.contiguous()
+    dscale, dbias = (mean.new_empty(mean.shape) for _ in range(2))
+    part, size = _parts(dy[..., :features], COMMON_ROWS)
+    strides = (features, *dy.stride()[:2], 0, x.stride(0), mean.stride(0), dy.shape[1])
+    # Without a ReLU neither scale nor bias is read.
+    _backward_sums[_grid(features, networks, size["PARTS"])](
+        dy, x, dscale, dbias, mean, inverse_std, part, *strides, RELU=False, **size
     )
+    _add_parts[_grid(features, networks, 1)](part, dscale, dbias, features, PARTS=size["PARTS"], F=WIDTH, num_warps=4)
+    return dscale, dbias
 
 
-def backward(dy: Tensor, x: Tensor, saved: tuple[Tensor, ...], outputs: tuple[Tensor, ...], relu: bool) -> None:
-    """Launches `batch_norm.backward` of (scale, bias, mean, inverse_std) into (dx, dscale, dbias); dx may be empty."""
-    part, size = _parts(x)
-    inputs, strides = outputs[0].numel() > 0, (*x.shape[2:], *dy.stride()[:2], *x.stride()[:2])
-    _backward_sums[_grid(x, size["PARTS"])](dy, x, *saved, part, *strides, RELU=relu, **size)
-    _backward_rest[_grid(x, size["PARTS"] if inputs else 1)](
-        dy, x, *saved, part, *outputs, *strides, RELU=relu, INPUTS=inputs, **size
-    )
-
-
-def _parts(x: Tensor) -> tuple[Tensor, dict[str, int]]:
-    """Returns where sums of parts go, and what every kernel is specialised for."""
-    rows = min(triton.next_power_of_2(x.shape[1]), ROWS)
+def _parts(x: Tensor, most: int) -> tuple[Tensor, dict[str, int]]:
+    """Returns where sums of parts of x [N, B, F] go, and what every kernel is specialised for."""
+    rows = min(triton.next_power_of_2(x.shape[1]), most)
     count = triton.next_power_of_2(triton.cdiv(x.shape[1], rows))
     part = torch.empty(x.shape[0], count, 2, x.shape[2], dtype=torch.float32, device=x.device)
     return part, {"rows": x.shape[1], "PARTS": count, "R": rows, "F": WIDTH, "num_warps": 4}
 
 
-def _grid(x: Tensor, parts: int) -> tuple[int, int, int]:
-    return triton.cdiv(x.shape[2], WIDTH), x.shape[0], parts
+def _grid(features: int, networks: int, parts: int) -> tuple[int, int, int]:
+    return triton.cdiv(features, WIDTH), networks, parts

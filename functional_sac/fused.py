@@ -1,21 +1,20 @@
 """The gradients of critics and actor written out layer by layer: the fast way to what `losses` defines.
 
 Networks are stacked, so that both critics and both target critics go forward as one batch of four. Activations are
-kept once, in the type of the products; weights are cast once an update; batch norm is an op of its own in both
-directions (`batch_norm`); inputs and heads are padded to multiples of eight, which matrix units want, with zeros that
+kept once, in the type of the products; weights are cast once an update; a trunk is an operator of its own in both
+directions (`trunk`); inputs and heads are padded to multiples of eight, which matrix units want, with zeros that
 change nothing. What follows the trunk is differentiated by `torch.func.grad` as everywhere else.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from functional_sac import batch_norm, networks
+from functional_sac import networks, trunk
 from functional_sac.losses import CriticStats, Losses
 from functional_sac.networks import BN_EPS, BN_MOMENTUM, Actor, BatchNorm, Block, Critic, Stats, Trunk
 from functional_sac.transition import Transition
@@ -23,88 +22,30 @@ from functional_sl import tree
 from functional_sl.step import Aux
 
 
-class Normalised(NamedTuple):
-    """A batch norm's input and what it was normalised by."""
-
-    x: Tensor  # [N, B, F]
-    mean: Tensor  # [N, F]
-    inverse_std: Tensor  # [N, F]
-
-
-class BlockTape(NamedTuple):
-    """What a block's backward pass reads."""
-
-    h: Tensor  # [N, B, H], its input
-    first: Normalised
-    y: Tensor  # [N, B, 4H], after the first ReLU
-    second: Normalised
+def aligned(params: Trunk, dtype: torch.dtype) -> list[Tensor]:
+    """Returns the leaves of a stacked trunk for `trunk`: the input padded, matrices in the type of the products."""
+    leaves = [*params.norm, networks.padded(params.w).to(dtype)]
+    for w1, norm1, w2, norm2 in params.blocks:
+        leaves += [w1.to(dtype), *norm1, w2.to(dtype), *norm2]
+    return leaves
 
 
-class Tape(NamedTuple):
-    """What a trunk's backward pass reads."""
-
-    first: Normalised
-    y: Tensor  # [N, B, I], the normalised input
-    blocks: tuple[BlockTape, ...]
-
-
-def aligned(trunk: Trunk, dtype: torch.dtype) -> Trunk:
-    """Returns a stacked trunk with its input padded and its matrices in the type of the products."""
-    (scale, bias), w = (networks.padded(x) for x in trunk.norm), networks.padded(trunk.w).to(dtype)
-    blocks = tuple(block._replace(w1=block.w1.to(dtype), w2=block.w2.to(dtype)) for block in trunk.blocks)
-    return Trunk(BatchNorm(scale, bias), w, blocks, trunk.post_scale)
-
-
-def forward(trunk: Trunk, stats: Stats, x: Tensor) -> tuple[Tensor, Stats, Tape]:
-    """Takes N stacked networks through a trunk, normalising by the batch.
-
-    Args:
-      trunk: as `aligned` returns it, leaves [N, ...].
-      stats: running statistics [N, S].
-      x: [B, I], the common input, not padded.
-
-    Returns:
-      (activations before the RMS norm [N, B, H], moved statistics, what `backward` reads).
-    """
-    inputs, dtype = x.shape[-1], trunk.w.dtype
-    x = networks.padded(x).expand(trunk.w.shape[0], -1, -1)
-    y, mean, inverse_std = batch_norm.forward(x, *trunk.norm, None, False, dtype, BN_EPS)
-    moments = [(mean[:, :inputs], inverse_std[:, :inputs])]
-    first, h, blocks = Normalised(x, mean, inverse_std), torch.bmm(y, trunk.w.mT), []
-    for block in trunk.blocks:
-        raw = torch.bmm(h, block.w1.mT)
-        inner, *one = batch_norm.forward(raw, *block.norm1, None, True, dtype, BN_EPS)
-        back = torch.bmm(inner, block.w2.mT)
-        out, *two = batch_norm.forward(back, *block.norm2, h, True, dtype, BN_EPS)
-        blocks.append(BlockTape(h, Normalised(raw, *one), inner, Normalised(back, *two)))
-        moments += [one, two]
-        h = out
-    return h, _moved(stats, moments, x.shape[1]), Tape(first, y, tuple(blocks))
-
-
-def backward(trunk: Trunk, tape: Tape, dh: Tensor, inputs: int) -> Trunk:
-    """Returns the gradients of a trunk, without that of the RMS norm behind it (zeros).
-
-    Args:
-      trunk: as given to `forward`.
-      tape: of that pass.
-      dh: [N, B, H], of its result.
-      inputs: I, the width of the input before it was padded.
-    """
-    blocks = []
-    for block, saved in zip(reversed(trunk.blocks), reversed(tape.blocks), strict=True):
-        d, *norm2 = _unnormalise(dh, saved.second, block.norm2)
-        w2 = torch.bmm(d.mT, saved.y)
-        d, *norm1 = _unnormalise(torch.bmm(d, block.w2), saved.first, block.norm1)
-        w1 = torch.bmm(d.mT, saved.h)
-        dh = torch.baddbmm(dh, d, block.w1)
-        blocks.append(Block(w1, BatchNorm(*norm1), w2, BatchNorm(*norm2)))
-    w = torch.bmm(dh.mT, tape.y)[..., :inputs]
-    _, scale, bias = batch_norm.backward(
-        torch.bmm(dh, trunk.w), tape.first.x, *trunk.norm, *tape.first[1:], False, False
+def gradients(params: Trunk, found: list[Tensor], post_scale: Tensor) -> Trunk:
+    """Returns the gradients of `aligned` leaves as a trunk like params, with that of the RMS norm's scale."""
+    scale, bias, w, *rest = found
+    blocks = (rest[i : i + trunk.LEAVES] for i in range(0, len(rest), trunk.LEAVES))
+    return Trunk(
+        norm=BatchNorm(scale, bias),
+        w=w[..., : params.w.shape[-1]],
+        blocks=tuple(Block(b[0], BatchNorm(*b[1:3]), b[3], BatchNorm(*b[4:])) for b in blocks),
+        post_scale=post_scale,
     )
-    norm = BatchNorm(scale[:, :inputs], bias[:, :inputs])
-    return Trunk(norm, w, tuple(reversed(blocks)), torch.zeros_like(trunk.post_scale))
+
+
+def moved(stats: Stats, mean: Tensor, inverse_std: Tensor, rows: int) -> Stats:
+    """Returns running statistics [N, S] after a batch of so many rows; `networks` has the rule."""
+    unbiased = (inverse_std**-2 - BN_EPS) * (rows / (rows - 1))
+    return Stats(torch.lerp(stats.mean, mean, BN_MOMENTUM), torch.lerp(stats.var, unbiased, BN_MOMENTUM))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,9 +70,10 @@ class Gradients:
         policy = loss.next_policy(actor, actor_stats, batch, noise)
         x = torch.cat(loss.critic_input(batch, policy), -1)
         dtype = _products(loss.dtype, x)
-        four = aligned(tree.map(_joined, target.trunk, params.trunk), dtype)
-        h, moved, tape = forward(four, tree.map(_joined, stats.target, stats.online), x)
-        of_target, of_online = (tree.map(lambda leaf, i=i: leaf[i : i + 2], moved) for i in (0, 2))
+        x, leaves = networks.padded(x), aligned(tree.map(_joined, target.trunk, params.trunk), dtype)
+        mean, inverse_std, *_, h = kept = trunk.forward(x, leaves, BN_EPS)
+        of_target = moved(stats.target, mean[:2], inverse_std[:2], x.shape[0])
+        of_online = moved(stats.online, mean[2:], inverse_std[2:], x.shape[0])
         after = _log_probs(h[:2, rows:], target.trunk.post_scale, target.w, target.b, dtype)
         probs, bonus = loss.backup(after, policy, log_temperature, batch)
 
@@ -140,11 +82,10 @@ class Gradients:
 
         head = (h[2:, :rows], params.trunk.post_scale, params.w, params.b)
         (dh, post_scale, w, b), found = torch.func.grad_and_value(value, argnums=(0, 1, 2, 3))(*head)
-        online = tree.map(lambda leaf: leaf[2:], (four, tape))
         # The next observations share the batch statistics, not the loss.
-        trunk = backward(*online, F.pad(dh, (0, 0, 0, rows)), x.shape[-1])._replace(post_scale=post_scale)
+        own = gradients(params.trunk, trunk.backward(dh, x, leaves, kept), post_scale)
         aux = Aux(CriticStats(of_online, of_target), {"critic_loss": found, "max_entropy_bonus": bonus})
-        return _like(params, Critic(trunk, w, b)), found, aux
+        return _like(params, Critic(own, w, b)), found, aux
 
     def actor(
         self,
@@ -160,8 +101,10 @@ class Gradients:
         rows, loss = batch.reward.shape[0], self.losses
         x = torch.cat([batch.observation.actor, batch.next_observation.actor])
         dtype = _products(loss.dtype, x)
-        trunk = aligned(tree.map(lambda leaf: leaf.unsqueeze(0), params.trunk), dtype)
-        h, moved, tape = forward(trunk, tree.map(lambda leaf: leaf.unsqueeze(0), stats), x)
+        stacked, old = tree.map(lambda leaf: leaf.unsqueeze(0), (params.trunk, stats))
+        x, leaves = networks.padded(x), aligned(stacked, dtype)
+        mean, inverse_std, *_, h = kept = trunk.forward(x, leaves, BN_EPS)
+        new = moved(old, mean, inverse_std, x.shape[0])
 
         def value(h: Tensor, post_scale: Tensor, *heads: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             mean_w, mean_b, std_w, std_b = heads
@@ -175,9 +118,9 @@ class Gradients:
         head = (h[0, :rows], params.trunk.post_scale, *params[1:])
         grads, (found, metrics) = torch.func.grad_and_value(value, argnums=tuple(range(6)), has_aux=True)(*head)
         dh, post_scale, *heads = grads
-        found_trunk = backward(trunk, tape, F.pad(dh, (0, 0, 0, rows)).unsqueeze(0), x.shape[-1])
-        own = tree.map(lambda leaf: leaf.squeeze(0), found_trunk)._replace(post_scale=post_scale)
-        return _like(params, Actor(own, *heads)), found, Aux(tree.map(lambda leaf: leaf.squeeze(0), moved), metrics)
+        of_trunk = gradients(stacked, trunk.backward(dh.unsqueeze(0), x, leaves, kept), post_scale.unsqueeze(0))
+        own, new = tree.map(lambda leaf: leaf.squeeze(0), (of_trunk, new))
+        return _like(params, Actor(own, *heads)), found, Aux(new, metrics)
 
 
 def _joined(first: Tensor, second: Tensor) -> Tensor:
@@ -187,16 +130,6 @@ def _joined(first: Tensor, second: Tensor) -> Tensor:
 def _products(dtype: torch.dtype, x: Tensor) -> torch.dtype:
     """Returns the type of the products; float64 inputs stay float64, for tests in higher precision."""
     return x.dtype if dtype == torch.float32 else dtype
-
-
-def _unnormalise(dy: Tensor, saved: Normalised, norm: BatchNorm) -> tuple[Tensor, Tensor, Tensor]:
-    return batch_norm.backward(dy, saved.x, *norm, saved.mean, saved.inverse_std, True, True)
-
-
-def _moved(stats: Stats, moments: list[tuple[Tensor, Tensor]], rows: int) -> Stats:
-    mean, inverse_std = (torch.cat(parts, -1) for parts in zip(*moments, strict=True))
-    unbiased = (inverse_std**-2 - BN_EPS) * (rows / (rows - 1))
-    return Stats(torch.lerp(stats.mean, mean, BN_MOMENTUM), torch.lerp(stats.var, unbiased, BN_MOMENTUM))
 
 
 def _log_probs(h: Tensor, post_scale: Tensor, w: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from functional_sac import batch_norm, fused, losses, updates
+from functional_sac import batch_norm, fused, losses, trunk, updates
 from functional_sac.config import SACConfig
 from functional_sac.envs.env import EnvSpec
 from functional_sac.transition import Observation, Transition
@@ -132,27 +132,87 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.i
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(3, 37, 20), (1, 1500, 18)])
-@pytest.mark.parametrize(("relu", "add"), [(False, False), (True, False), (True, True)])
-def test_batch_norm_is_torchs(device: str, dtype: torch.dtype, shape: tuple, relu: bool, add: bool) -> None:
+@pytest.mark.parametrize(("shape", "given"), [((3, 37, 20), 12), ((1, 1500, 18), 1500), ((5, 40, 1000), 20)])
+@pytest.mark.parametrize("add", [False, True])
+def test_batch_norm_is_torchs(device: str, dtype: torch.dtype, shape: tuple, given: int, add: bool) -> None:
     """Means of 5 beside spreads of 1. BF16 within two roundings, 2^-7; float32 sums of 1500 rows to 1e-4."""
     draw = iter(keys.split(keys.key(0), 5))
     x = (keys.normal(next(draw), shape) + 5).to(dtype)
     scale, bias = (keys.uniform(next(draw), (shape[0], shape[2])) + 0.5 * i for i in (1, 0))
     dy, rest = keys.normal(next(draw), shape).to(dtype), keys.normal(next(draw), shape).to(dtype)
+    dy[:, given:] = 0
     tolerance = {"rtol": 2**-7, "atol": 2**-5} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
-    found = batch_norm.forward(
-        *(t.to(device) for t in (x, scale, bias)), rest.to(device) if add else None, relu, dtype, 1e-5
-    )
-    given = [*(t.to(device) for t in (dy, x, scale, bias)), *found[1:]]
-    back = batch_norm.backward(*given, relu, True)
+    # Moments of several norms lie in one tensor.
+    moments = [torch.full((shape[0], shape[2] + 8), -7.0, device=device) for _ in range(2)]
+    given_x = [t.to(device) for t in (x, scale, bias)]
+    views, whole = [t[:, 4:-4] for t in moments], torch.full(shape, 9.0, dtype=dtype, device=device)
+    y = batch_norm.forward(*given_x, rest.to(device) if add else None, *views, 1e-5)
+    back = batch_norm.backward(dy[:, :given].to(device), *given_x, *views, whole)
+    assert torch.equal(whole.cpu(), dy)
+    assert all((t[:, :4] == -7).all() and (t[:, -4:] == -7).all() for t in moments)
     for n in range(shape[0]):
         leaves = [t[n].float().requires_grad_() for t in (x, scale, bias)]
         normal, mean, inverse = torch.native_batch_norm(*leaves, None, None, True, 0.0, 1e-5)
-        y = torch.relu(normal) if relu else normal
-        expected = torch.autograd.grad(y, leaves, dy[n].float())
-        y = y + rest[n].float() if add else y
-        got = [t[n].float().cpu() for t in (*found, *back)]
-        torch.testing.assert_close(got[:1] + got[3:4], [y.detach(), expected[0]], **tolerance)
+        expected = torch.autograd.grad(torch.relu(normal), leaves, dy[n].float())
+        out = torch.relu(normal) + rest[n].float() if add else torch.relu(normal)
+        got = [t[n].float().cpu() for t in (y, *views, *back)]
+        torch.testing.assert_close(got[:1] + got[3:4], [out.detach(), expected[0]], **tolerance)
         torch.testing.assert_close(got[1:3] + got[4:], [mean, inverse, *expected[1:]], rtol=1e-3, atol=1e-3)
-    assert batch_norm.backward(*given, relu, False)[0].numel() == 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "features", "width", "count"), [(37, 5, 8, 4), (1500, 45, 48, 1), (300, 64, 64, 2)])
+def test_batch_norm_of_a_common_input_is_torchs(
+    device: str, dtype: torch.dtype, rows: int, features: int, width: int, count: int
+) -> None:
+    """As above; columns behind the features stay zero."""
+    draw = iter(keys.split(keys.key(0), 4))
+    x = torch.nn.functional.pad(keys.normal(next(draw), (rows, features)) + 5, (0, width - features))
+    scale, bias = (keys.uniform(next(draw), (count, features)) + 0.5 * i for i in (1, 0))
+    dy = keys.normal(next(draw), (count, rows, width)).to(dtype)
+    tolerance = {"rtol": 2**-7, "atol": 2**-7} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
+    moments = [torch.empty(count, features, device=device) for _ in range(2)]
+    y = batch_norm.common(*(t.to(device) for t in (x, scale, bias)), *moments, dtype, 1e-5)
+    back = batch_norm.common_backward(dy.to(device), x.to(device), *moments)
+    assert (y.dtype, y.shape) == (dtype, (count, rows, width))
+    assert not y[..., features:].any()
+    for n in range(count):
+        leaves = [t.clone().requires_grad_() for t in (scale[n], bias[n])]
+        normal, *stats = torch.native_batch_norm(x[:, :features], *leaves, None, None, True, 0.0, 1e-5)
+        expected = torch.autograd.grad(normal, leaves, dy[n, :, :features].float())
+        got = [t[n].float().cpu() for t in (y[..., :features], *moments, *back)]
+        torch.testing.assert_close(got[0], normal.detach(), **tolerance)
+        torch.testing.assert_close(got[1:], [*stats, *expected], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_operator_agrees_with_its_shapes_and_changes_nothing(device: str) -> None:
+    """In BF16: types and shapes by the fake kernels, inputs left alone, gradients of weights in float32."""
+    draw = iter(keys.split(keys.key(0), 20))
+
+    def normal(*shape: int) -> torch.Tensor:
+        return keys.normal(next(draw), shape).to(device)
+
+    leaves = [normal(3, 6), normal(3, 6), normal(3, 8, 16).bfloat16()]
+    for _ in range(2):
+        leaves += [normal(3, 32, 8).bfloat16(), normal(3, 32), normal(3, 32)]
+        leaves += [normal(3, 8, 32).bfloat16(), normal(3, 8), normal(3, 8)]
+    x = torch.nn.functional.pad(normal(24, 6), (0, 10))
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(trunk.forward, (x, leaves, 1e-5), test_utils=checks)
+    kept = trunk.forward(x, leaves, 1e-5)
+    dh = normal(2, 7, 8).bfloat16()
+    torch.library.opcheck(trunk.backward, (dh, x, leaves, kept), test_utils=checks)
+    found = trunk.backward(dh, x, leaves, kept)
+    assert [(t.shape, t.dtype) for t in found] == [(t[1:].shape, torch.float32) for t in leaves]
+
+
+def test_rows_in_parts_add_up() -> None:
+    """Integers below 2^24: float32 is exact in any order."""
+    dy, x = (keys.randint(keys.key(i), (2, 64, size), -9, 9).float() for i, size in enumerate((5, 3)))
+    expected = torch.einsum("nbo,nbk->nok", dy, x)
+    for parts in (1, 4, 16):
+        assert torch.equal(trunk.summed_by_parts(dy, x, parts), expected)
+    shared = x[:1].expand(2, -1, -1)
+    assert torch.equal(trunk.summed_by_parts(dy, shared, 4), torch.einsum("nbo,nbk->nok", dy, shared))

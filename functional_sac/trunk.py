@@ -1,0 +1,127 @@
+"""The trunks of stacked networks forward and backward as one operator each: a schedule of products and batch norms.
+
+A compiler would see each launch as an operation of its own and copy where an operator may write in place. Who calls
+these, and with what, is `fused`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from functional_sac import batch_norm
+
+INPUT, LEAVES, KEPT = 3, 6, 4  # tensors of the input and of a block in the list of leaves; of a block in what is kept
+
+
+@torch.library.custom_op("functional_sac::trunk_forward", mutates_args=())
+def forward(x: Tensor, leaves: list[Tensor], eps: float) -> list[Tensor]:
+    """Takes N networks through their trunks, normalising by the batch.
+
+    Args:
+      x: [B, K] float32, the common input: I features, and zeros.
+      leaves: scale and bias [N, I] of the input's norm, w [N, H, K]; then of every block w1 [N, 4H, H], scale and bias
+        [N, 4H], w2 [N, H, 4H], scale and bias [N, H]. Matrices are in the type of the products, the others float32.
+      eps: of the batch norms.
+
+    Returns:
+      mean and inverse standard deviation [N, S] of all batch norms; y [N, B, K], the normalised input, and h [N, B, H];
+      then of every block the norms' inputs and outputs, [N, B, 4H] twice and [N, B, H] twice. The last one is the
+      trunk's output.
+    """
+    scale, bias, w = leaves[:INPUT]
+    kept = _moments(leaves)
+    norms = _by_norm(*kept, leaves)
+    y = batch_norm.common(x, scale, bias, *next(norms), w.dtype, eps)
+    h = torch.bmm(y, w.mT)
+    kept += [y, h]
+    for w1, scale1, bias1, w2, scale2, bias2 in _by_block(leaves[INPUT:], LEAVES):
+        first = torch.bmm(h, w1.mT)
+        inner = batch_norm.forward(first, scale1, bias1, None, *next(norms), eps)
+        second = torch.bmm(inner, w2.mT)
+        h = batch_norm.forward(second, scale2, bias2, h, *next(norms), eps)
+        kept += [first, inner, second, h]
+    return kept
+
+
+@forward.register_fake
+def _(x: Tensor, leaves: list[Tensor], eps: float) -> list[Tensor]:
+    w = leaves[INPUT - 1]
+    widths = [w.shape[2], w.shape[1]]
+    for w1, *_ in _by_block(leaves[INPUT:], LEAVES):
+        inner, outer = w1.shape[1:]
+        widths += [inner, inner, outer, outer]
+    return [*_moments(leaves), *(w.new_empty(w.shape[0], x.shape[0], width) for width in widths)]
+
+
+@torch.library.custom_op("functional_sac::trunk_backward", mutates_args=())
+def backward(dh: Tensor, x: Tensor, leaves: list[Tensor], kept: list[Tensor]) -> list[Tensor]:
+    """Returns the gradients of the leaves of the last M networks, in their order and float32.
+
+    Args:
+      dh: [M, C, H], of the first C rows of the trunk's output; those of the others are zero.
+      x: as given to `forward`.
+      leaves: likewise.
+      kept: what it returned.
+    """
+    last = slice(kept[0].shape[0] - dh.shape[0], None)
+    leaves, (mean, inverse_std, y, *kept) = ([t[last] for t in tensors] for tensors in (leaves, kept))
+    norms = list(_by_norm(mean, inverse_std, leaves))
+    whole, found = torch.empty_like(kept[0]), []
+    blocks = zip(_by_block(leaves[INPUT:], LEAVES), kept[::KEPT], _by_block(kept[1:], KEPT), strict=False)
+    for (w1, scale1, bias1, w2, scale2, bias2), h, (first, inner, second, _) in reversed(list(blocks)):
+        d, *norm2 = batch_norm.backward(dh, second, scale2, bias2, *norms.pop(), None if found else whole)
+        dw2 = weight_gradient(d, inner)
+        d, *norm1 = batch_norm.backward(torch.bmm(d, w2), first, scale1, bias1, *norms.pop())
+        found = [weight_gradient(d, h), *norm1, dw2, *norm2, *found]
+        dh = whole.baddbmm_(d, w1)
+    dw, dy = weight_gradient(dh, y), torch.bmm(dh, leaves[INPUT - 1])
+    return [*batch_norm.common_backward(dy, x, *norms.pop()), dw, *found]
+
+
+@backward.register_fake
+def _(dh: Tensor, x: Tensor, leaves: list[Tensor], kept: list[Tensor]) -> list[Tensor]:
+    return [leaf.new_empty(dh.shape[0], *leaf.shape[1:], dtype=kept[0].dtype) for leaf in leaves]
+
+
+def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
+    """Returns dy transposed times x: [N, B, M] and [N, B, K] to [N, M, K], float32 where they are of a half type."""
+    if dy.dtype in (torch.bfloat16, torch.float16):
+        return torch.bmm(dy.mT, x, out_dtype=torch.float32) if dy.is_cuda else torch.bmm(dy.mT.float(), x.float())
+    parts = _parts(dy.shape[0] * dy.shape[2] * x.shape[2]) if dy.is_cuda else 1
+    return summed_by_parts(dy, x, parts if dy.shape[1] % parts == 0 else 1)
+
+
+def summed_by_parts(dy: Tensor, x: Tensor, parts: int) -> Tensor:
+    """Returns `weight_gradient` of one type, its rows in parts whose products are added in their order."""
+    if parts == 1:
+        return torch.bmm(dy.mT, x)
+    networks, rows, _ = dy.shape
+    dy, x = (t.reshape(networks * parts, rows // parts, t.shape[-1]) for t in (dy, x))
+    return torch.bmm(dy.mT, x).unflatten(0, (networks, parts)).sum(1)
+
+
+def _parts(size: int) -> int:
+    """Returns the parts in which cuBLAS is fastest in float32: thousands of rows leave it few and long programs."""
+    return 4 if size >= 2**19 else 16 if size >= 2**17 else 1
+
+
+def _widths(leaves: list[Tensor]) -> list[int]:
+    """Returns the features of each batch norm, in the order of `networks.Stats`."""
+    return [scale.shape[1] for scale in (leaves[0], *leaves[INPUT + 1 :: 3])]
+
+
+def _moments(leaves: list[Tensor]) -> list[Tensor]:
+    networks, total = leaves[0].shape[0], sum(_widths(leaves))
+    return [leaves[0].new_empty(networks, total) for _ in range(2)]
+
+
+def _by_norm(mean: Tensor, inverse_std: Tensor, leaves: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    widths = _widths(leaves)
+    return zip(mean.split(widths, -1), inverse_std.split(widths, -1), strict=True)
+
+
+def _by_block(tensors: list[Tensor], size: int) -> list[list[Tensor]]:
+    return [tensors[i : i + size] for i in range(0, len(tensors), size)]
