@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from functional_sac import batch_norm, networks
+from functional_sac import batch_norm, critic_heads, networks
 from functional_sac.losses import CriticStats, Losses
 from functional_sac.networks import BN_EPS, BN_MOMENTUM, Actor, BatchNorm, Block, Critic, Stats, Trunk
 from functional_sac.transition import Transition
@@ -125,26 +125,22 @@ class Gradients:
         noise: Tensor,
     ) -> tuple[Critic, Tensor, Aux]:
         """Returns what `losses.critic` towards `losses.critic_goal` comes to; arguments as there."""
-        rows, loss = batch.reward.shape[0], self.losses
+        loss = self.losses
         policy = loss.next_policy(actor, actor_stats, batch, noise)
         x = torch.cat(loss.critic_input(batch, policy), -1)
         dtype = _products(loss.dtype, x)
-        four = aligned(tree.map(_joined, target.trunk, params.trunk), dtype)
-        h, moved, tape = forward(four, tree.map(_joined, stats.target, stats.online), x)
-        of_target, of_online = (tree.map(lambda leaf, i=i: leaf[i : i + 2], moved) for i in (0, 2))
-        after = _log_probs(h[:2, rows:], target.trunk.post_scale, target.w, target.b, dtype)
-        probs, bonus = loss.backup(after, policy, log_temperature, batch)
-
-        def value(*head: Tensor) -> Tensor:
-            return loss.cross_entropy(probs, _log_probs(*head, dtype))
-
-        head = (h[2:, :rows], params.trunk.post_scale, params.w, params.b)
-        (dh, post_scale, w, b), found = torch.func.grad_and_value(value, argnums=(0, 1, 2, 3))(*head)
-        online = tree.map(lambda leaf: leaf[2:], (four, tape))
-        # The next observations share the batch statistics, not the loss.
-        trunk = backward(*online, F.pad(dh, (0, 0, 0, rows)), x.shape[-1])._replace(post_scale=post_scale)
-        aux = Aux(CriticStats(of_online, of_target), {"critic_loss": found, "max_entropy_bonus": bonus})
-        return _like(params, Critic(trunk, w, b)), found, aux
+        four = aligned(tree.map(_joined, params.trunk, target.trunk), dtype)
+        h, moved, tape = forward(four, tree.map(_joined, stats.online, stats.target), x)
+        of_online, of_target = (tree.map(lambda leaf, i=i: leaf[i : i + 2], moved) for i in (0, 2))
+        entropy_term = loss.entropy_term(policy, log_temperature)
+        backup = critic_heads.Backup(batch.reward, batch.terminated, entropy_term, *loss.atoms, loss.discount)
+        head = critic_heads.loss(h, params, target, backup)
+        trunk = backward(*tree.map(lambda leaf: leaf[:2], (four, tape)), head.h, x.shape[-1])
+        trunk = trunk._replace(post_scale=head.post_scale)
+        aux = Aux(
+            CriticStats(of_online, of_target), {"critic_loss": head.loss, "max_entropy_bonus": entropy_term.amax()}
+        )
+        return _like(params, Critic(trunk, head.w, head.b)), head.loss, aux
 
     def actor(
         self,
@@ -197,12 +193,6 @@ def _moved(stats: Stats, moments: list[tuple[Tensor, Tensor]], rows: int) -> Sta
     mean, inverse_std = (torch.cat(parts, -1) for parts in zip(*moments, strict=True))
     unbiased = (inverse_std**-2 - BN_EPS) * (rows / (rows - 1))
     return Stats(torch.lerp(stats.mean, mean, BN_MOMENTUM), torch.lerp(stats.var, unbiased, BN_MOMENTUM))
-
-
-def _log_probs(h: Tensor, post_scale: Tensor, w: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns log-probabilities [N, B, bins] of stacked critics from their last activations [N, B, H]."""
-    normal = networks.rms_norm(post_scale.unsqueeze(1), h)
-    return torch.log_softmax(_product(normal, w, dtype) + b.unsqueeze(1), -1)
 
 
 def _product(x: Tensor, w: Tensor, dtype: torch.dtype) -> Tensor:

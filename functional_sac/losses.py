@@ -110,11 +110,15 @@ class Losses:
         """Returns the projected target [B, bins] of the target critics' [2, B, bins], and the largest entropy term."""
         support = self._atoms(log_probs)
         chosen = value.pessimistic(log_probs, support)
-        entropy_term = torch.exp(log_temperature) * policy.log_prob
-        probs = torch.func.vmap(self._backup, (0, 0, 0, 0, None))(
-            torch.exp(chosen), batch.reward, batch.terminated, entropy_term, support
+        entropy_term = self.entropy_term(policy, log_temperature)
+        probs = value.bellman_target(
+            torch.exp(chosen), batch.reward, batch.terminated, entropy_term, support, discount=self.discount
         )
         return probs, entropy_term.amax()
+
+    def entropy_term(self, policy: distributions.Sample, log_temperature: Tensor) -> Tensor:
+        """Returns what entropy takes from the next values [B]: the temperature times the log-probability."""
+        return torch.exp(log_temperature) * policy.log_prob
 
     def cross_entropy(self, probs: Tensor, log_probs: Tensor) -> Tensor:
         """Returns the cross-entropy () of critics' [2, B, bins] to targets [B, bins], meaned over critics and rows."""
@@ -192,12 +196,18 @@ class Losses:
         loss = temperature * (entropy - self.entropy_goal)
         return loss, Aux(stats, {"temperature_loss": loss, "temperature": temperature})
 
-    def _atoms(self, like: Tensor) -> Tensor:
-        config = self.config
-        return value.support(config.min_value, config.max_value, config.bins, like.device).to(like.dtype)
+    @property
+    def atoms(self) -> tuple[float, float]:
+        """The lowest and the highest atom."""
+        return self.config.min_value, self.config.max_value
 
-    def _backup(self, *transition: Tensor) -> Tensor:
-        return value.bellman_target(*transition, discount=self.config.gamma**self.config.n_step)
+    @property
+    def discount(self) -> float:
+        """Of what follows the n steps of a transition."""
+        return self.config.gamma**self.config.n_step
+
+    def _atoms(self, like: Tensor) -> Tensor:
+        return value.support(*self.atoms, self.config.bins, like.device).to(like.dtype)
 
 
 def make_losses(config: SACConfig, action_dim: int) -> Losses:
