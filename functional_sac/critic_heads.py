@@ -58,6 +58,25 @@ def loss(h: Tensor, critic: Critic, target: Critic, backup: Backup) -> Head:
     return Head(found.sum(), dh, post_scale.sum(0), dw, db.sum(0))
 
 
+def lower_value(h: Tensor, critic: Critic, minimum: float, maximum: float) -> tuple[Tensor, Tensor]:
+    """Returns the lower one of two critics' mean returns [B], and its derivative in their activations.
+
+    Args:
+      h: [2, B, H].
+      critic: stacked [2, ...].
+      minimum: the lowest atom.
+      maximum: the highest atom.
+
+    Returns:
+      (values [B], derivatives [2, B, H]).
+    """
+    scale = critic.trunk.post_scale
+    w = _wide(critic.w).to(h.dtype)
+    normal = rms_norm.forward(h, scale, h.dtype, RMS_EPS)
+    value, dlogits = categorical.lower_value(torch.bmm(normal, w.mT), critic.b, minimum, maximum)
+    return value, rms_norm.backward(torch.bmm(dlogits, w), h, scale, RMS_EPS, 0)[0]
+
+
 def _wide(w: Tensor) -> Tensor:
     """Returns matrices [..., M, K] with rows of zeros up to a multiple of eight."""
     return F.pad(w, (0, 0, 0, -w.shape[-2] % ALIGNMENT))

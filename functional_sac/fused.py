@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from functional_sac import batch_norm, critic_heads, networks
+from functional_sac import batch_norm, critic_heads, distributions, frozen_critics, networks
 from functional_sac.losses import CriticStats, Losses
 from functional_sac.networks import BN_EPS, BN_MOMENTUM, Actor, BatchNorm, Block, Critic, Stats, Trunk
-from functional_sac.transition import Transition
+from functional_sac.transition import Transition, critic_view
 from functional_sl import tree
 from functional_sl.step import Aux
 
@@ -159,18 +159,25 @@ class Gradients:
         trunk = aligned(tree.map(lambda leaf: leaf.unsqueeze(0), params.trunk), dtype)
         h, moved, tape = forward(trunk, tree.map(lambda leaf: leaf.unsqueeze(0), stats), x)
 
-        def value(h: Tensor, post_scale: Tensor, *heads: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        def sample(h: Tensor, post_scale: Tensor, *heads: Tensor) -> distributions.Sample:
             mean_w, mean_b, std_w, std_b = heads
             normal = networks.rms_norm(post_scale, h)
             raw = _product(normal, torch.cat([mean_w, std_w]), dtype) + torch.cat([mean_b, std_b])
             mean, deviation = raw.chunk(2, -1)
-            return loss.policy_value(
-                mean, networks.bounded(deviation), critic, critic_stats, log_temperature, batch, noise[:rows]
-            )
+            return distributions.sample(mean, networks.bounded(deviation), noise[:rows])
 
-        head = (h[0, :rows], params.trunk.post_scale, *params[1:])
-        grads, (found, metrics) = torch.func.grad_and_value(value, argnums=tuple(range(6)), has_aux=True)(*head)
-        dh, post_scale, *heads = grads
+        def value(action: Tensor, log_prob: Tensor, q: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            return loss.policy_value(distributions.Sample(action, log_prob), q, log_temperature, batch)
+
+        policy, pullback = torch.func.vjp(sample, h[0, :rows], params.trunk.post_scale, *params[1:])
+        seen = torch.cat([critic_view(batch.observation), policy.action], -1)
+        actions = policy.action.shape[-1]
+        q, slope = frozen_critics.lower_value(critic, critic_stats, seen, actions, dtype, *loss.atoms)
+        (daction, dlog_prob, dq), (found, metrics) = torch.func.grad_and_value(value, (0, 1, 2), has_aux=True)(
+            *policy, q
+        )
+        daction = daction + dq.unsqueeze(-1) * slope
+        dh, post_scale, *heads = pullback(distributions.Sample(daction, dlog_prob))
         found_trunk = backward(trunk, tape, F.pad(dh, (0, 0, 0, rows)).unsqueeze(0), x.shape[-1])
         own = tree.map(lambda leaf: leaf.squeeze(0), found_trunk)._replace(post_scale=post_scale)
         return _like(params, Actor(own, *heads)), found, Aux(tree.map(lambda leaf: leaf.squeeze(0), moved), metrics)

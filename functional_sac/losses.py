@@ -164,27 +164,18 @@ class Losses:
         rows = batch.reward.shape[0]
         observation = torch.cat([batch.observation.actor, batch.next_observation.actor])
         (mean, log_std), stats = networks.actor(params, stats, observation, training=True, dtype=self.dtype)
-        loss, metrics = self.policy_value(
-            mean[:rows], log_std[:rows], critic, critic_stats, log_temperature, batch, noise[:rows]
-        )
+        policy = distributions.sample(mean[:rows], log_std[:rows], noise[:rows])
+        observed = critic_view(batch.observation)
+        log_probs, _ = ensemble(critic, critic_stats, observed, policy.action, training=False, dtype=self.dtype)
+        q = value.expectation(log_probs, self._atoms(log_probs)).amin(0)
+        loss, metrics = self.policy_value(policy, q, log_temperature, batch)
         return loss, Aux(stats, metrics)
 
     def policy_value(
-        self,
-        mean: Tensor,
-        log_std: Tensor,
-        critic: Critic,
-        critic_stats: Stats,
-        log_temperature: Tensor,
-        batch: Transition,
-        noise: Tensor,
+        self, policy: distributions.Sample, q: Tensor, log_temperature: Tensor, batch: Transition
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Returns the actor's loss and metrics for the policy [B, A] in the batch's observations; see `actor`."""
-        action, log_prob = distributions.sample(mean, log_std, noise)
-        log_probs, _ = ensemble(
-            critic, critic_stats, critic_view(batch.observation), action, training=False, dtype=self.dtype
-        )
-        q = value.expectation(log_probs, self._atoms(log_probs)).amin(0)
+        """Returns the actor's loss and metrics for what the policy does [B, ...] and its value q [B]; see `actor`."""
+        action, log_prob = policy
         loss = (torch.exp(log_temperature) * log_prob - q).mean()
         if self.config.bc_alpha > 0:
             loss = loss + self.config.bc_alpha * q.abs().mean().detach() * ((action - batch.action) ** 2).mean()

@@ -21,17 +21,17 @@ def forward(x: Tensor, scale: Tensor, dtype: torch.dtype, eps: float) -> Tensor:
     """Divides rows by their root mean square and scales them.
 
     Args:
-      x: [M, N, B, H] of M times N networks, float32 or a half type; it may be a view.
-      scale: [M, N, H] float32.
+      x: [N, B, H] of N networks or [M, N, B, H] of M times N, float32 or a half type; it may be a view.
+      scale: [N, H] or [M, N, H] float32.
       dtype: of the result.
       eps: beside the mean square.
 
     Returns:
-      [M, N, B, H], contiguous.
+      As x, contiguous.
     """
     wide = x.to(scale.dtype)
     inverse = torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps)
-    return (wide * inverse * scale.unsqueeze(2)).to(dtype).contiguous()
+    return (wide * inverse * scale.unsqueeze(-2)).to(dtype).contiguous()
 
 
 @forward.register_fake

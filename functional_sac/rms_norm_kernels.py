@@ -61,12 +61,13 @@ def _backward(
 def forward(x: Tensor, scale: Tensor, dtype: torch.dtype, eps: float) -> Tensor:
     """Launches `rms_norm.forward`."""
     x, scale = _rowwise(x), scale.contiguous()
-    sets, networks, rows, width = x.shape
+    strides = x.stride()[:-1] if x.ndim == 4 else (0, *x.stride()[:-1])
+    networks, rows, width = x.shape[-3:]
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
     columns = triton.next_power_of_2(width)
     tile = max(1, TILE // columns)
-    _forward[triton.cdiv(rows, tile), sets * networks](
-        x, scale, y, networks, rows, width, *x.stride()[:3], eps, R=tile, H=columns, num_warps=4
+    _forward[triton.cdiv(rows, tile), x.numel() // (rows * width)](
+        x, scale, y, networks, rows, width, *strides, eps, R=tile, H=columns, num_warps=4
     )
     return y
 

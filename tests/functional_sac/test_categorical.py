@@ -144,6 +144,7 @@ def test_rms_norm_and_its_derivative(
     found = rms_norm.forward(on, scale.to(device), kind, networks.RMS_EPS)
     near(found[0].to(dtype), y, tolerance)
     near(found[1].to(dtype), networks.rms_norm(scale[1].unsqueeze(1), x[1].to(dtype)), tolerance)
+    assert torch.equal(rms_norm.forward(on[1], scale[1].to(device), kind, networks.RMS_EPS), found[1])
     dx, dscale = rms_norm.backward(dy.to(device), on[0], scale[0].to(device), networks.RMS_EPS, 5)
     assert (dx.dtype, dx.shape) == (kind, (2, ROWS + 5, width))
     assert (dx[:, ROWS:] == 0).all()
