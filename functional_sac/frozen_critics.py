@@ -5,20 +5,11 @@ Batch norm goes by running statistics, so that it is an affine map and a row's v
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from functional_sac import critic_heads, networks
-from functional_sac.networks import ALIGNMENT, BN_EPS, BatchNorm, Critic, Stats, Trunk
-
-
-class Affine(NamedTuple):
-    """What a batch norm does by its running statistics."""
-
-    slope: Tensor  # [N, 1, F]
-    offset: Tensor  # [N, 1, F]
+from functional_sac import critic_heads, networks, running_norm
+from functional_sac.networks import ALIGNMENT, BatchNorm, Critic, Stats, Trunk
 
 
 def lower_value(
@@ -35,35 +26,30 @@ def lower_value(
       minimum: the lowest atom.
       maximum: the highest atom.
     """
-    trunk, norms = critic.trunk, _affine(critic.trunk, stats)
-    w = networks.padded(trunk.w).to(dtype)
-    h, tape = torch.bmm(networks.padded(_apply(norms[0], x)).to(dtype), w.mT), []
-    for i, block in enumerate(trunk.blocks):
-        one, two = norms[1 + 2 * i : 3 + 2 * i]
+    trunk, ((norm, running), *rest) = critic.trunk, _norms(critic.trunk, stats)
+    slope, offset = running_norm.affine(norm, running)
+    y, w = (networks.padded(t).to(dtype) for t in (torch.addcmul(offset, x, slope), trunk.w))
+    h, tape = torch.bmm(y, w.mT), []
+    for block, first, second in zip(trunk.blocks, rest[::2], rest[1::2], strict=True):
         w1, w2 = block.w1.to(dtype), block.w2.to(dtype)
-        inner = torch.relu(_apply(one, torch.bmm(h, w1.mT)).to(dtype))
-        out = torch.relu(_apply(two, torch.bmm(inner, w2.mT)).to(dtype))
-        tape.append((w1, w2, inner, out, one, two))
-        h = h + out
+        raw = torch.bmm(h, w1.mT)
+        back = torch.bmm(running_norm.forward(raw, *first[0], *first[1], None), w2.mT)
+        h = running_norm.forward(back, *second[0], *second[1], h)
+        tape.append((w1, w2, raw, back, first, second))
     value, dh = critic_heads.lower_value(h, critic, minimum, maximum)
-    for w1, w2, inner, out, one, two in reversed(tape):
-        d = torch.where(out <= 0, 0.0, dh * two.slope).to(dtype)
-        d = torch.where(inner <= 0, 0.0, torch.bmm(d, w2) * one.slope).to(dtype)
-        dh = torch.baddbmm(dh, d, w1)
+    for w1, w2, raw, back, first, second in reversed(tape):
+        d = torch.bmm(running_norm.backward(dh, back, *second[0], *second[1]), w2)
+        dh = torch.baddbmm(dh, running_norm.backward(d, raw, *first[0], *first[1]), w1)
     # Of the inputs only the actions' columns, from a multiple of eight on.
-    first = x.shape[-1] - actions
-    begin = first // ALIGNMENT * ALIGNMENT
-    dx = torch.bmm(dh, w[..., begin:])[..., first - begin : x.shape[-1] - begin]
-    return value, (dx * norms[0].slope[..., first:]).sum(0)
+    observed = x.shape[-1] - actions
+    begin = observed // ALIGNMENT * ALIGNMENT
+    dx = torch.bmm(dh, w[..., begin:])[..., observed - begin : x.shape[-1] - begin]
+    return value, (dx * slope[..., observed:]).sum(0)
 
 
-def _affine(trunk: Trunk, stats: Stats) -> list[Affine]:
-    norms: list[BatchNorm] = [trunk.norm, *(norm for block in trunk.blocks for norm in (block.norm1, block.norm2))]
+def _norms(trunk: Trunk, stats: Stats) -> list[tuple[BatchNorm, Stats]]:
+    """Returns every batch norm with its statistics, in the order of the layers."""
+    norms = [trunk.norm, *(norm for block in trunk.blocks for norm in (block.norm1, block.norm2))]
     widths = networks.norm_widths(trunk)
-    running = zip(stats.mean.split(widths, -1), torch.rsqrt(stats.var + BN_EPS).split(widths, -1), strict=True)
-    slopes = [(norm, mean, norm.scale * inverse_std) for norm, (mean, inverse_std) in zip(norms, running, strict=True)]
-    return [Affine(slope.unsqueeze(1), (norm.bias - mean * slope).unsqueeze(1)) for norm, mean, slope in slopes]
-
-
-def _apply(affine: Affine, x: Tensor) -> Tensor:
-    return torch.addcmul(affine.offset, x.to(affine.slope.dtype), affine.slope)
+    running = zip(*(part.split(widths, -1) for part in stats), strict=True)
+    return [(norm, Stats(*parts)) for norm, parts in zip(norms, running, strict=True)]
