@@ -54,8 +54,8 @@ def _backward(
     place = dx + network * total * width + row[:, None] * width + column[None, :]
     tl.store(place, change.to(dx.dtype.element_ty), mask=(row < total)[:, None] & inside[None, :])
     if tl.program_id(0) * R < rows:
-        place = part + (tl.program_id(0) * tl.num_programs(1) + network) * width + column
-        tl.store(place, tl.sum(flow * value, 0), mask=inside)
+        sums = part + (tl.program_id(0) * tl.num_programs(1) + network) * width + column
+        tl.store(sums, tl.sum(flow * value, 0), mask=inside)
 
 
 def forward(x: Tensor, scale: Tensor, dtype: torch.dtype, eps: float) -> Tensor:
