@@ -8,11 +8,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from functional_sac import categorical, rms_norm
-from functional_sac.networks import ALIGNMENT, RMS_EPS, Critic
+from functional_sac import categorical, networks, rms_norm
+from functional_sac.networks import RMS_EPS, Critic
 
 
 class Backup(NamedTuple):
@@ -50,7 +49,7 @@ def loss(h: Tensor, critic: Critic, target: Critic, backup: Backup) -> Head:
     h = h.unflatten(0, (2, 2)).unflatten(2, (2, rows)).diagonal(0, 0, 2).movedim(-1, 0)
     scale = torch.stack([critic.trunk.post_scale, target.trunk.post_scale])
     normal = rms_norm.forward(h, scale, h.dtype, RMS_EPS)
-    w = _wide(torch.cat([critic.w, target.w])).to(h.dtype)
+    w = networks.padded_rows(torch.cat([critic.w, target.w])).to(h.dtype)
     logits = torch.bmm(normal.flatten(0, 1), w.mT)
     found, dlogits, db = categorical.loss(logits, critic.b, target.b, *backup)
     dh, post_scale = rms_norm.backward(torch.bmm(dlogits, w[:2]), h[0], critic.trunk.post_scale, RMS_EPS, rows)
@@ -71,12 +70,7 @@ def lower_value(h: Tensor, critic: Critic, minimum: float, maximum: float) -> tu
       (values [B], derivatives [2, B, H]).
     """
     scale = critic.trunk.post_scale
-    w = _wide(critic.w).to(h.dtype)
+    w = networks.padded_rows(critic.w).to(h.dtype)
     normal = rms_norm.forward(h, scale, h.dtype, RMS_EPS)
     value, dlogits = categorical.lower_value(torch.bmm(normal, w.mT), critic.b, minimum, maximum)
     return value, rms_norm.backward(torch.bmm(dlogits, w), h, scale, RMS_EPS, 0)[0]
-
-
-def _wide(w: Tensor) -> Tensor:
-    """Returns matrices [..., M, K] with rows of zeros up to a multiple of eight."""
-    return F.pad(w, (0, 0, 0, -w.shape[-2] % ALIGNMENT))

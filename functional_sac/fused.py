@@ -3,7 +3,8 @@
 Networks are stacked, so that both critics and both target critics go forward as one batch of four. Activations are
 kept once, in the type of the products; weights are cast once an update; batch norm is an op of its own in both
 directions (`batch_norm`); inputs and heads are padded to multiples of eight, which matrix units want, with zeros that
-change nothing. What follows the trunk is differentiated by `torch.func.grad` as everywhere else.
+change nothing. What follows the trunk is in `critic_heads`, `actor_head` and `frozen_critics`; `torch.func` only
+differentiates the policy's density and the actor's loss in it.
 """
 
 from __future__ import annotations
@@ -12,10 +13,9 @@ import dataclasses
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from functional_sac import batch_norm, critic_heads, distributions, frozen_critics, networks
+from functional_sac import actor_head, batch_norm, critic_heads, distributions, frozen_critics, networks
 from functional_sac.losses import CriticStats, Losses
 from functional_sac.networks import BN_EPS, BN_MOMENTUM, Actor, BatchNorm, Block, Critic, Stats, Trunk
 from functional_sac.transition import Transition, critic_view
@@ -159,17 +159,15 @@ class Gradients:
         trunk = aligned(tree.map(lambda leaf: leaf.unsqueeze(0), params.trunk), dtype)
         h, moved, tape = forward(trunk, tree.map(lambda leaf: leaf.unsqueeze(0), stats), x)
 
-        def sample(h: Tensor, post_scale: Tensor, *heads: Tensor) -> distributions.Sample:
-            mean_w, mean_b, std_w, std_b = heads
-            normal = networks.rms_norm(post_scale, h)
-            raw = _product(normal, torch.cat([mean_w, std_w]), dtype) + torch.cat([mean_b, std_b])
+        def sample(raw: Tensor) -> distributions.Sample:
             mean, deviation = raw.chunk(2, -1)
             return distributions.sample(mean, networks.bounded(deviation), noise[:rows])
 
         def value(action: Tensor, log_prob: Tensor, q: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             return loss.policy_value(distributions.Sample(action, log_prob), q, log_temperature, batch)
 
-        policy, pullback = torch.func.vjp(sample, h[0, :rows], params.trunk.post_scale, *params[1:])
+        raw, head = actor_head.forward(h[:, :rows], params, x.dtype)
+        policy, pullback = torch.func.vjp(sample, raw)
         seen = torch.cat([critic_view(batch.observation), policy.action], -1)
         actions = policy.action.shape[-1]
         q, slope = frozen_critics.lower_value(critic, critic_stats, seen, actions, dtype, *loss.atoms)
@@ -177,10 +175,11 @@ class Gradients:
             *policy, q
         )
         daction = daction + dq.unsqueeze(-1) * slope
-        dh, post_scale, *heads = pullback(distributions.Sample(daction, dlog_prob))
-        found_trunk = backward(trunk, tape, F.pad(dh, (0, 0, 0, rows)).unsqueeze(0), x.shape[-1])
-        own = tree.map(lambda leaf: leaf.squeeze(0), found_trunk)._replace(post_scale=post_scale)
-        return _like(params, Actor(own, *heads)), found, Aux(tree.map(lambda leaf: leaf.squeeze(0), moved), metrics)
+        (draw,) = pullback(distributions.Sample(daction, dlog_prob))
+        dh, post_scale, *heads = actor_head.backward(params, head, draw, rows)
+        own = tree.map(lambda leaf: leaf.squeeze(0), backward(trunk, tape, dh, x.shape[-1]))
+        gradients = Actor(own._replace(post_scale=post_scale), *heads)
+        return _like(params, gradients), found, Aux(tree.map(lambda leaf: leaf.squeeze(0), moved), metrics)
 
 
 def _joined(first: Tensor, second: Tensor) -> Tensor:
@@ -200,12 +199,6 @@ def _moved(stats: Stats, moments: list[tuple[Tensor, Tensor]], rows: int) -> Sta
     mean, inverse_std = (torch.cat(parts, -1) for parts in zip(*moments, strict=True))
     unbiased = (inverse_std**-2 - BN_EPS) * (rows / (rows - 1))
     return Stats(torch.lerp(stats.mean, mean, BN_MOMENTUM), torch.lerp(stats.var, unbiased, BN_MOMENTUM))
-
-
-def _product(x: Tensor, w: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns x [..., B, K] times w [..., M, K] transposed, rows of w padded, in the type of x."""
-    wide = F.pad(w, (0, 0, 0, -w.shape[-2] % networks.ALIGNMENT)).to(dtype)
-    return torch.matmul(x.to(dtype), wide.mT)[..., : w.shape[-2]].to(x.dtype)
 
 
 def _like(params: tree.Tree, gradients: tree.Tree) -> tree.Tree:
