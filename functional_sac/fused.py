@@ -3,7 +3,8 @@
 Networks are stacked, so that both critics and both target critics go forward as one batch of four. Activations are
 kept once, in the type of the products; weights are cast once an update; a trunk is an operator of its own in both
 directions (`trunk`); inputs and heads are padded to multiples of eight, which matrix units want, with zeros that
-change nothing. What follows the trunk is differentiated by `torch.func.grad` as everywhere else.
+change nothing. What follows the trunk is in `critic_heads`, `actor_head` and `frozen_critics`; `torch.func` only
+differentiates the policy's density and the actor's loss in it.
 """
 
 from __future__ import annotations
@@ -11,23 +12,15 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from functional_sac import networks, trunk
+from functional_sac import actor_head, critic_heads, distributions, frozen_critics, networks, trunk
+from functional_sac.alignment import aligned
 from functional_sac.losses import CriticStats, Losses
 from functional_sac.networks import BN_EPS, BN_MOMENTUM, Actor, BatchNorm, Block, Critic, Stats, Trunk
-from functional_sac.transition import Transition
+from functional_sac.transition import Transition, critic_view
 from functional_sl import tree
 from functional_sl.step import Aux
-
-
-def aligned(params: Trunk, dtype: torch.dtype) -> list[Tensor]:
-    """Returns the leaves of a stacked trunk for `trunk`: the input padded, matrices in the type of the products."""
-    leaves = [*params.norm, networks.padded(params.w).to(dtype)]
-    for w1, norm1, w2, norm2 in params.blocks:
-        leaves += [w1.to(dtype), *norm1, w2.to(dtype), *norm2]
-    return leaves
 
 
 def gradients(params: Trunk, found: list[Tensor], post_scale: Tensor) -> Trunk:
@@ -50,7 +43,7 @@ def moved(stats: Stats, mean: Tensor, inverse_std: Tensor, rows: int) -> Stats:
 
 @dataclasses.dataclass(frozen=True)
 class Gradients:
-    """The gradients of `losses` in the parameters, as `(gradients, value, Aux)`."""
+    """The gradients of `losses` in the parameters, as `(gradients, value, Aux)`; leaves have types of their own."""
 
     losses: Losses
 
@@ -66,26 +59,19 @@ class Gradients:
         noise: Tensor,
     ) -> tuple[Critic, Tensor, Aux]:
         """Returns what `losses.critic` towards `losses.critic_goal` comes to; arguments as there."""
-        rows, loss = batch.reward.shape[0], self.losses
+        loss = self.losses
         policy = loss.next_policy(actor, actor_stats, batch, noise)
         x = torch.cat(loss.critic_input(batch, policy), -1)
-        dtype = _products(loss.dtype, x)
-        x, leaves = networks.padded(x), aligned(tree.map(_joined, target.trunk, params.trunk), dtype)
+        x, leaves = networks.padded(x), aligned([params.trunk, target.trunk], _products(loss.dtype, x))
         mean, inverse_std, *_, h = kept = trunk.forward(x, leaves, BN_EPS)
-        of_target = moved(stats.target, mean[:2], inverse_std[:2], x.shape[0])
-        of_online = moved(stats.online, mean[2:], inverse_std[2:], x.shape[0])
-        after = _log_probs(h[:2, rows:], target.trunk.post_scale, target.w, target.b, dtype)
-        probs, bonus = loss.backup(after, policy, log_temperature, batch)
-
-        def value(*head: Tensor) -> Tensor:
-            return loss.cross_entropy(probs, _log_probs(*head, dtype))
-
-        head = (h[2:, :rows], params.trunk.post_scale, params.w, params.b)
-        (dh, post_scale, w, b), found = torch.func.grad_and_value(value, argnums=(0, 1, 2, 3))(*head)
-        # The next observations share the batch statistics, not the loss.
-        own = gradients(params.trunk, trunk.backward(dh, x, leaves, kept), post_scale)
-        aux = Aux(CriticStats(of_online, of_target), {"critic_loss": found, "max_entropy_bonus": bonus})
-        return _like(params, Critic(own, w, b)), found, aux
+        of_online = moved(stats.online, mean[:2], inverse_std[:2], x.shape[0])
+        of_target = moved(stats.target, mean[2:], inverse_std[2:], x.shape[0])
+        entropy_term = loss.entropy_term(policy, log_temperature)
+        backup = critic_heads.Backup(batch.reward, batch.terminated, entropy_term, *loss.atoms, loss.discount)
+        head = critic_heads.loss(h, params, target, backup)
+        own = gradients(params.trunk, trunk.backward(head.h, x, leaves, kept), head.post_scale)
+        metrics = {"critic_loss": head.loss, "max_entropy_bonus": entropy_term.amax()}
+        return Critic(own, head.w, head.b), head.loss, Aux(CriticStats(of_online, of_target), metrics)
 
     def actor(
         self,
@@ -102,47 +88,34 @@ class Gradients:
         x = torch.cat([batch.observation.actor, batch.next_observation.actor])
         dtype = _products(loss.dtype, x)
         stacked, old = tree.map(lambda leaf: leaf.unsqueeze(0), (params.trunk, stats))
-        x, leaves = networks.padded(x), aligned(stacked, dtype)
-        mean, inverse_std, *_, h = kept = trunk.forward(x, leaves, BN_EPS)
+        inputs, leaves = networks.padded(x), aligned([stacked], dtype)
+        mean, inverse_std, *_, h = kept = trunk.forward(inputs, leaves, BN_EPS)
         new = moved(old, mean, inverse_std, x.shape[0])
 
-        def value(h: Tensor, post_scale: Tensor, *heads: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            mean_w, mean_b, std_w, std_b = heads
-            normal = networks.rms_norm(post_scale, h)
-            raw = _product(normal, torch.cat([mean_w, std_w]), dtype) + torch.cat([mean_b, std_b])
+        def sample(raw: Tensor) -> distributions.Sample:
             mean, deviation = raw.chunk(2, -1)
-            return loss.policy_value(
-                mean, networks.bounded(deviation), critic, critic_stats, log_temperature, batch, noise[:rows]
-            )
+            return distributions.sample(mean, networks.bounded(deviation), noise[:rows])
 
-        head = (h[0, :rows], params.trunk.post_scale, *params[1:])
-        grads, (found, metrics) = torch.func.grad_and_value(value, argnums=tuple(range(6)), has_aux=True)(*head)
-        dh, post_scale, *heads = grads
-        of_trunk = gradients(stacked, trunk.backward(dh.unsqueeze(0), x, leaves, kept), post_scale.unsqueeze(0))
+        def value(action: Tensor, log_prob: Tensor, q: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            return loss.policy_value(distributions.Sample(action, log_prob), q, log_temperature, batch)
+
+        # The next observations share the batch statistics, not the loss.
+        raw, head = actor_head.forward(h[:, :rows], params, x.dtype)
+        policy, pullback = torch.func.vjp(sample, raw)
+        seen = torch.cat([critic_view(batch.observation), policy.action], -1)
+        actions = policy.action.shape[-1]
+        q, slope = frozen_critics.lower_value(critic, critic_stats, seen, actions, dtype, *loss.atoms)
+        (daction, dlog_prob, dq), (found, metrics) = torch.func.grad_and_value(value, (0, 1, 2), has_aux=True)(
+            *policy, q
+        )
+        daction = daction + dq.unsqueeze(-1) * slope
+        (draw,) = pullback(distributions.Sample(daction, dlog_prob))
+        dh, post_scale, *heads = actor_head.backward(params, head, draw)
+        of_trunk = gradients(stacked, trunk.backward(dh, inputs, leaves, kept), post_scale.unsqueeze(0))
         own, new = tree.map(lambda leaf: leaf.squeeze(0), (of_trunk, new))
-        return _like(params, Actor(own, *heads)), found, Aux(new, metrics)
-
-
-def _joined(first: Tensor, second: Tensor) -> Tensor:
-    return torch.cat([first, second])
+        return Actor(own, *heads), found, Aux(new, metrics)
 
 
 def _products(dtype: torch.dtype, x: Tensor) -> torch.dtype:
     """Returns the type of the products; float64 inputs stay float64, for tests in higher precision."""
     return x.dtype if dtype == torch.float32 else dtype
-
-
-def _log_probs(h: Tensor, post_scale: Tensor, w: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns log-probabilities [N, B, bins] of stacked critics from their last activations [N, B, H]."""
-    normal = networks.rms_norm(post_scale.unsqueeze(1), h)
-    return torch.log_softmax(_product(normal, w, dtype) + b.unsqueeze(1), -1)
-
-
-def _product(x: Tensor, w: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns x [..., B, K] times w [..., M, K] transposed, rows of w padded, in the type of x."""
-    wide = F.pad(w, (0, 0, 0, -w.shape[-2] % networks.ALIGNMENT)).to(dtype)
-    return torch.matmul(x.to(dtype), wide.mT)[..., : w.shape[-2]].to(x.dtype)
-
-
-def _like(params: tree.Tree, gradients: tree.Tree) -> tree.Tree:
-    return tree.map(lambda p, g: g.to(p.dtype), params, gradients)

@@ -209,10 +209,15 @@ def padded(x: Tensor) -> Tensor:
     return F.pad(x, (0, -x.shape[-1] % ALIGNMENT))
 
 
+def padded_rows(w: Tensor) -> Tensor:
+    """Returns matrices [..., M, K] with rows of zeros up to a multiple of eight."""
+    return F.pad(w, (0, 0, 0, -w.shape[-2] % ALIGNMENT))
+
+
 def _linear(x: Tensor, w: Tensor, dtype: torch.dtype) -> Tensor:
     if x.is_cuda and torch.compiler.is_compiling():
         outputs = w.shape[0]
-        x, w = padded(x), F.pad(padded(w), (0, 0, 0, -outputs % ALIGNMENT))
+        x, w = padded(x), padded_rows(padded(w))
         return _product(x, w, dtype)[..., :outputs]
     return _product(x, w, dtype)
 

@@ -58,7 +58,7 @@ def _(x: Tensor, leaves: list[Tensor], eps: float) -> list[Tensor]:
 
 @torch.library.custom_op("functional_sac::trunk_backward", mutates_args=())
 def backward(dh: Tensor, x: Tensor, leaves: list[Tensor], kept: list[Tensor]) -> list[Tensor]:
-    """Returns the gradients of the leaves of the last M networks, in their order and float32.
+    """Returns the gradients of the leaves of the first M networks, in their order and float32.
 
     Args:
       dh: [M, C, H], of the first C rows of the trunk's output; those of the others are zero.
@@ -66,8 +66,8 @@ def backward(dh: Tensor, x: Tensor, leaves: list[Tensor], kept: list[Tensor]) ->
       leaves: likewise.
       kept: what it returned.
     """
-    last = slice(kept[0].shape[0] - dh.shape[0], None)
-    leaves, (mean, inverse_std, y, *kept) = ([t[last] for t in tensors] for tensors in (leaves, kept))
+    own = slice(dh.shape[0])
+    leaves, (mean, inverse_std, y, *kept) = ([t[own] for t in tensors] for tensors in (leaves, kept))
     norms = list(_by_norm(mean, inverse_std, leaves))
     whole, found = torch.empty_like(kept[0]), []
     blocks = zip(_by_block(leaves[INPUT:], LEAVES), kept[::KEPT], _by_block(kept[1:], KEPT), strict=False)

@@ -1,0 +1,160 @@
+"""The Triton kernels of `categorical`: a program takes a few whole rows through everything.
+
+The atoms of a row move by one affine map, so that a bin gets mass from a few neighbours alone, which the logits are
+read anew for; what is clipped goes to the first and the last bin as a sum. Nothing is added atomically.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from functional_sac import row_parts
+
+
+@triton.jit
+def _softmax(logits, bias, row, column, rows, bins, W: tl.constexpr):
+    """Returns a tile of logits less the largest of their row, their exponentials, those' sum [R], and the largest."""
+    # Whole rows, which are loaded in wide words, where the number of bins would break them up.
+    mask = (row < rows)[:, None] & (column < W)[None, :]
+    value = tl.load(logits + row[:, None] * W + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    value += tl.load(bias + column, mask=column < bins, other=0.0)[None, :]
+    value = tl.where((column < bins)[None, :], value, float("-inf"))
+    peak = tl.max(value, 1)
+    value -= peak[:, None]
+    weight = tl.exp(value)
+    return value, weight, tl.sum(weight, 1), peak
+
+
+@triton.jit
+def _target(
+    logits, bias, reward, terminated, entropy_term, row, column, rows, bins, minimum, maximum, width, discount,
+    W: tl.constexpr, NEAR: tl.constexpr,
+):  # fmt: skip
+    """Returns a tile of projected targets of the lower one of the two target critics."""
+    exists, bin = row < rows, column.to(tl.float32)[None, :]
+    _, first, first_sum, first_peak = _softmax(logits, bias, row, column, rows, bins, W)
+    _, second, second_sum, second_peak = _softmax(logits + rows * W, bias + bins, row, column, rows, bins, W)
+    atoms = minimum + bin * width
+    other = tl.sum(second * atoms, 1) / second_sum < tl.sum(first * atoms, 1) / first_sum
+    total = tl.where(other, second_sum, first_sum)
+    scale = (1.0 / total)[:, None]
+    shift = (tl.where(other, second_peak, first_peak) + tl.log(total))[:, None]
+    probs = tl.where(other[:, None], second, first) * scale
+    gained = tl.load(reward + row, mask=exists, other=0.0).to(tl.float32)[:, None]
+    soft = tl.load(entropy_term + row, mask=exists, other=0.0).to(tl.float32)[:, None]
+    terminal = (tl.load(terminated + row, mask=exists, other=0) != 0)[:, None]
+    # Atom j lands at `origin + discount * j`, counted in bins, before it is clipped. A bin has NEAR atoms around it,
+    # the first of which lands less than one bin below; what lands further out goes to the first and the last bin.
+    origin, last, rate = (gained - discount * soft + (discount - 1.0) * minimum) / width, bins - 1.0, 1.0 / discount
+    index = tl.floor((bin - 1.0 - origin) * rate) + 1.0
+    below = tl.where(bin < tl.floor((-1.0 - origin) * rate) + 1.0, probs, 0.0)
+    above = tl.where(bin > tl.floor((last - 1.0 - origin) * rate) + NEAR, probs, 0.0)
+    mass = tl.where(bin == 0.0, tl.sum(below, 1)[:, None], 0.0)
+    mass += tl.where(bin == last, tl.sum(above, 1)[:, None], 0.0)
+    member = tl.where(other, 1, 0)
+    source, added = logits + ((member * rows + row) * W)[:, None], bias + (member * bins)[:, None]
+    for _ in range(NEAR):
+        there = exists[:, None] & (index >= 0.0) & (index <= last)
+        place = tl.where(there, index, 0.0).to(tl.int32)
+        near = tl.load(source + place, mask=there, other=0.0).to(tl.float32)
+        near = tl.exp(near + tl.load(added + place, mask=there, other=0.0) - shift)
+        landed = tl.minimum(tl.maximum(origin + discount * index, 0.0), last)
+        mass += tl.where(there, near * tl.maximum(1.0 - tl.abs(landed - bin), 0.0), 0.0)
+        index += 1.0
+    landed = (tl.minimum(tl.maximum(gained, minimum), maximum) - minimum) / width
+    mass = tl.where(terminal, tl.maximum(1.0 - tl.abs(landed - bin), 0.0), mass)
+    # What is not finite must reach every bin: it closes the gate.
+    return tl.where(bin <= last, mass + 0.0 * (gained + soft + scale), 0.0)
+
+
+@triton.jit
+def _loss(
+    logits, bias, target_bias, reward, terminated, entropy_term, part, dlogits, dbias, rows, bins,
+    minimum, maximum, width, discount, factor, W: tl.constexpr, NEAR: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    row, column = tl.program_id(0) * R + tl.arange(0, R), tl.arange(0, K)
+    exists, inside = (row < rows)[:, None], (column < bins)[None, :]
+    probs = _target(
+        logits + 2 * rows * W, target_bias, reward, terminated, entropy_term, row, column, rows, bins,
+        minimum, maximum, width, discount, W, NEAR,
+    )  # fmt: skip
+    total = tl.sum(probs, 1)
+    found = tl.zeros((R,), tl.float32)
+    for member in tl.static_range(2):
+        value, weight, weights, _ = _softmax(
+            logits + member * rows * W, bias + member * bins, row, column, rows, bins, W
+        )
+        found += total * tl.log(weights) - tl.sum(tl.where(inside, probs * value, 0.0), 1)
+        change = tl.where(inside & exists, (weight * (total / weights)[:, None] - probs) * factor, 0.0)
+        place = dlogits + ((member * rows + row) * W)[:, None] + column[None, :]
+        tl.store(place, change.to(dlogits.dtype.element_ty), mask=exists & (column < W)[None, :])
+        sums = dbias + (tl.program_id(0) * 2 + member) * bins + column
+        tl.store(sums, tl.sum(change, 0), mask=column < bins)
+    tl.store(part + tl.program_id(0), tl.sum(tl.where(row < rows, found, 0.0), 0) * factor)
+
+
+@triton.jit
+def _lower_value(
+    logits, bias, lower, dlogits, rows, bins, minimum, width, W: tl.constexpr, R: tl.constexpr, K: tl.constexpr
+):  # fmt: skip
+    row, column = tl.program_id(0) * R + tl.arange(0, R), tl.arange(0, K)
+    atoms = (minimum + column * width)[None, :]
+    _, first, first_sum, _ = _softmax(logits, bias, row, column, rows, bins, W)
+    _, second, second_sum, _ = _softmax(logits + rows * W, bias + bins, row, column, rows, bins, W)
+    one, two = tl.sum(first * atoms, 1) / first_sum, tl.sum(second * atoms, 1) / second_sum
+    # NaN of one is NaN of both: value and derivative.
+    least = tl.minimum(one, two, propagate_nan=tl.PropagateNan.ALL)
+    ones, twos = tl.where(one == least, 1.0, 0.0), tl.where(two == least, 1.0, 0.0)
+    share = 1.0 / (ones + twos) + 0.0 * least
+    tl.store(lower + row, least, mask=row < rows)
+    mask = (row < rows)[:, None] & (column < W)[None, :]
+    place = dlogits + (row * W)[:, None] + column[None, :]
+    # Behind the bins the exponentials are zero, and NaN where the row has one.
+    inside = (column < bins)[None, :]
+    change = (ones * share / first_sum)[:, None] * first * (atoms - one[:, None])
+    tl.store(place, tl.where(inside, change, 0.0).to(dlogits.dtype.element_ty), mask=mask)
+    change = (twos * share / second_sum)[:, None] * second * (atoms - two[:, None])
+    tl.store(place + rows * W, tl.where(inside, change, 0.0).to(dlogits.dtype.element_ty), mask=mask)
+
+
+def loss(
+    logits: Tensor,
+    bias: Tensor,
+    target_bias: Tensor,
+    reward: Tensor,
+    terminated: Tensor,
+    entropy_term: Tensor,
+    minimum: float,
+    maximum: float,
+    discount: float,
+    size: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Launches `categorical.loss` with parts of `size` rows, a power of two."""
+    (_, rows, width), bins = logits.shape, bias.shape[-1]
+    count = row_parts.count(rows, size)
+    part, dbias = (torch.empty(count, *s, dtype=torch.float32, device=bias.device) for s in ((), bias.shape))
+    dlogits = torch.empty(2, rows, width, dtype=logits.dtype, device=logits.device)
+    given = (t.contiguous() for t in (logits, bias, target_bias, reward, terminated.view(torch.uint8), entropy_term))
+    step = (maximum - minimum) / (bins - 1)
+    _loss[count,](
+        *given, part, dlogits, dbias, rows, bins, minimum, maximum, step, discount, 1 / (2 * rows),
+        W=width, NEAR=math.ceil(2 / discount) + 1, R=size, K=triton.next_power_of_2(width), num_warps=8,
+    )  # fmt: skip
+    return part, dlogits, dbias
+
+
+def lower_value(logits: Tensor, bias: Tensor, minimum: float, maximum: float) -> tuple[Tensor, Tensor]:
+    """Launches `categorical.lower_value`."""
+    (_, rows, width), bins, size = logits.shape, bias.shape[-1], 8
+    lower = torch.empty(rows, dtype=torch.float32, device=bias.device)
+    dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    _lower_value[triton.cdiv(rows, size),](
+        logits.contiguous(), bias.contiguous(), lower, dlogits, rows, bins, minimum, (maximum - minimum) / (bins - 1),
+        W=width, R=size, K=triton.next_power_of_2(width), num_warps=8,
+    )  # fmt: skip
+    return lower, dlogits
