@@ -109,7 +109,7 @@ def backward(trunk: Trunk, tape: Tape, dh: Tensor, inputs: int) -> Trunk:
 
 @dataclasses.dataclass(frozen=True)
 class Gradients:
-    """The gradients of `losses` in the parameters, as `(gradients, value, Aux)`."""
+    """The gradients of `losses` in the parameters, as `(gradients, value, Aux)`; matrices' in the products' type."""
 
     losses: Losses
 
@@ -144,7 +144,7 @@ class Gradients:
         # The next observations share the batch statistics, not the loss.
         trunk = backward(*online, F.pad(dh, (0, 0, 0, rows)), x.shape[-1])._replace(post_scale=post_scale)
         aux = Aux(CriticStats(of_online, of_target), {"critic_loss": found, "max_entropy_bonus": bonus})
-        return _like(params, Critic(trunk, w, b)), found, aux
+        return Critic(trunk, w, b), found, aux
 
     def actor(
         self,
@@ -177,7 +177,7 @@ class Gradients:
         dh, post_scale, *heads = grads
         found_trunk = backward(trunk, tape, F.pad(dh, (0, 0, 0, rows)).unsqueeze(0), x.shape[-1])
         own = tree.map(lambda leaf: leaf.squeeze(0), found_trunk)._replace(post_scale=post_scale)
-        return _like(params, Actor(own, *heads)), found, Aux(tree.map(lambda leaf: leaf.squeeze(0), moved), metrics)
+        return Actor(own, *heads), found, Aux(tree.map(lambda leaf: leaf.squeeze(0), moved), metrics)
 
 
 def _joined(first: Tensor, second: Tensor) -> Tensor:
@@ -209,7 +209,3 @@ def _product(x: Tensor, w: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns x [..., B, K] times w [..., M, K] transposed, rows of w padded, in the type of x."""
     wide = F.pad(w, (0, 0, 0, -w.shape[-2] % networks.ALIGNMENT)).to(dtype)
     return torch.matmul(x.to(dtype), wide.mT)[..., : w.shape[-2]].to(x.dtype)
-
-
-def _like(params: tree.Tree, gradients: tree.Tree) -> tree.Tree:
-    return tree.map(lambda p, g: g.to(p.dtype), params, gradients)
