@@ -41,21 +41,23 @@ def _adam(
 
 
 @triton.jit
-def _settle(new, targets, new_targets, old, value, place, inside, is_open, tau, i: tl.constexpr, AVERAGE: tl.constexpr):
+def _settle(
+    new, targets, new_targets, old, value, place, inside, is_open, i: tl.constexpr, AVERAGE: tl.constexpr, TAU: tl.constexpr
+):  # fmt: skip
     """Selects a tile of leaf i and moves its target."""
     value = tl.where(is_open, value, old)
     tl.store(new[i] + place, value, mask=inside)
     if AVERAGE:
         behind = tl.load(targets[i] + place, mask=inside, other=0.0)
-        tl.store(new_targets[i] + place, tl.where(is_open, behind + tau * (value - behind), behind), mask=inside)
+        tl.store(new_targets[i] + place, tl.where(is_open, behind + TAU * (value - behind), behind), mask=inside)
 
 
 @triton.jit
 def _rows(
-    olds, targets, gradient, mu, nu, new, new_targets, new_mu, new_nu, row, is_open, step, inverse_root, tau,
+    olds, targets, gradient, mu, nu, new, new_targets, new_mu, new_nu, row, is_open, step, inverse_root,
     i: tl.constexpr, KIND: tl.constexpr, START: tl.constexpr, ROWS: tl.constexpr, LENGTH: tl.constexpr,
-    R: tl.constexpr, C: tl.constexpr, AVERAGE: tl.constexpr, FREE: tl.constexpr, UNIT: tl.constexpr,
-    PAIR: tl.constexpr, B1: tl.constexpr, B2: tl.constexpr, EPS: tl.constexpr, NORM_EPS: tl.constexpr,
+    R: tl.constexpr, C: tl.constexpr, AVERAGE: tl.constexpr, TAU: tl.constexpr, FREE: tl.constexpr,
+    UNIT: tl.constexpr, PAIR: tl.constexpr, B1: tl.constexpr, B2: tl.constexpr, EPS: tl.constexpr, NORM_EPS: tl.constexpr,
 ):  # fmt: skip
     """Takes R rows of leaf i through the update."""
     row += tl.arange(0, R)
@@ -80,15 +82,15 @@ def _rows(
         value *= factor
         if KIND == PAIR:
             bias *= factor
-            _settle(new, targets, new_targets, old_bias, bias, place, inside, is_open, tau, i + 1, AVERAGE)
-    _settle(new, targets, new_targets, old, value, place, inside, is_open, tau, i, AVERAGE)
+            _settle(new, targets, new_targets, old_bias, bias, place, inside, is_open, i + 1, AVERAGE, TAU)
+    _settle(new, targets, new_targets, old, value, place, inside, is_open, i, AVERAGE, TAU)
 
 
 @triton.jit
 def _descend(
-    olds, targets, gradient, mu, nu, ok, steps, roots, new, new_targets, new_mu, new_nu, tau,
-    PLAN: tl.constexpr, COUNT: tl.constexpr, AVERAGE: tl.constexpr, FREE: tl.constexpr, UNIT: tl.constexpr,
-    PAIR: tl.constexpr, B1: tl.constexpr, B2: tl.constexpr, EPS: tl.constexpr, NORM_EPS: tl.constexpr,
+    olds, targets, gradient, mu, nu, ok, steps, roots, new, new_targets, new_mu, new_nu,
+    PLAN: tl.constexpr, COUNT: tl.constexpr, AVERAGE: tl.constexpr, TAU: tl.constexpr, FREE: tl.constexpr,
+    UNIT: tl.constexpr, PAIR: tl.constexpr, B1: tl.constexpr, B2: tl.constexpr, EPS: tl.constexpr, NORM_EPS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     is_open = tl.load(ok)
@@ -98,9 +100,9 @@ def _descend(
         if (program >= PLAN[n][0]) & (program < PLAN[n][1]):
             _rows(
                 olds, targets, gradient, mu, nu, new, new_targets, new_mu, new_nu,
-                (program - PLAN[n][0]) * PLAN[n][7], is_open, step, inverse_root, tau, PLAN[n][2], PLAN[n][3],
-                PLAN[n][4], PLAN[n][5], PLAN[n][6], PLAN[n][7], PLAN[n][8], AVERAGE, FREE, UNIT, PAIR, B1, B2, EPS,
-                NORM_EPS,
+                (program - PLAN[n][0]) * PLAN[n][7], is_open, step, inverse_root, PLAN[n][2], PLAN[n][3],
+                PLAN[n][4], PLAN[n][5], PLAN[n][6], PLAN[n][7], PLAN[n][8], AVERAGE, TAU, FREE, UNIT, PAIR, B1, B2,
+                EPS, NORM_EPS,
             )  # fmt: skip
 
 
@@ -132,7 +134,7 @@ def descend(
     # Without a target the last leaves are those of the parameters, which nobody then reads or writes.
     _descend[(plan[-1][1],)](
         tuple(leaves[:own]), tuple(leaves[-own:]), *vectors, *numbers, tuple(new[:own]), tuple(new[-own - 2 : -2]),
-        *new[-2:], tau, PLAN=plan, COUNT=len(plan), AVERAGE=bool(target), FREE=FREE, UNIT=UNIT, PAIR=PAIR, B1=B1,
+        *new[-2:], PLAN=plan, COUNT=len(plan), AVERAGE=bool(target), TAU=tau, FREE=FREE, UNIT=UNIT, PAIR=PAIR, B1=B1,
         B2=B2, EPS=EPS, NORM_EPS=NORM_EPS,
     )  # fmt: skip
     return new

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from functional_sac import batch_norm, networks
+from functional_sac.alignment import aligned
 from functional_sac.losses import CriticStats, Losses
 from functional_sac.networks import BN_EPS, BN_MOMENTUM, Actor, BatchNorm, Block, Critic, Stats, Trunk
 from functional_sac.transition import Transition
@@ -46,13 +47,6 @@ class Tape(NamedTuple):
     first: Normalised
     y: Tensor  # [N, B, I], the normalised input
     blocks: tuple[BlockTape, ...]
-
-
-def aligned(trunk: Trunk, dtype: torch.dtype) -> Trunk:
-    """Returns a stacked trunk with its input padded and its matrices in the type of the products."""
-    (scale, bias), w = (networks.padded(x) for x in trunk.norm), networks.padded(trunk.w).to(dtype)
-    blocks = tuple(block._replace(w1=block.w1.to(dtype), w2=block.w2.to(dtype)) for block in trunk.blocks)
-    return Trunk(BatchNorm(scale, bias), w, blocks, trunk.post_scale)
 
 
 def forward(trunk: Trunk, stats: Stats, x: Tensor) -> tuple[Tensor, Stats, Tape]:
@@ -129,7 +123,7 @@ class Gradients:
         policy = loss.next_policy(actor, actor_stats, batch, noise)
         x = torch.cat(loss.critic_input(batch, policy), -1)
         dtype = _products(loss.dtype, x)
-        four = aligned(tree.map(_joined, target.trunk, params.trunk), dtype)
+        four = aligned([target.trunk, params.trunk], dtype)
         h, moved, tape = forward(four, tree.map(_joined, stats.target, stats.online), x)
         of_target, of_online = (tree.map(lambda leaf, i=i: leaf[i : i + 2], moved) for i in (0, 2))
         after = _log_probs(h[:2, rows:], target.trunk.post_scale, target.w, target.b, dtype)
@@ -160,7 +154,7 @@ class Gradients:
         rows, loss = batch.reward.shape[0], self.losses
         x = torch.cat([batch.observation.actor, batch.next_observation.actor])
         dtype = _products(loss.dtype, x)
-        trunk = aligned(tree.map(lambda leaf: leaf.unsqueeze(0), params.trunk), dtype)
+        trunk = aligned([tree.map(lambda leaf: leaf.unsqueeze(0), params.trunk)], dtype)
         h, moved, tape = forward(trunk, tree.map(lambda leaf: leaf.unsqueeze(0), stats), x)
 
         def value(h: Tensor, post_scale: Tensor, *heads: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

@@ -68,7 +68,9 @@ SAC = {
     "batch_norm": "batch_norm_kernels | threefry",
     "batch_norm_kernels": "batch_norm_parts",
     "batch_norm_parts": "",
-    "fused": "batch_norm losses networks transition | step tree",
+    "alignment_kernels": "",
+    "alignment": "alignment_kernels networks | threefry tree",
+    "fused": "alignment batch_norm losses networks transition | step tree",
     "descent_kernels": "networks | optim",
     "descent": "descent_kernels networks | optim threefry tree wire",
     "updates": "config descent envs fused losses networks transition | "

@@ -1,0 +1,72 @@
+"""The weights of a trunk as its products read them: stacked, padded and in their type, by one op.
+
+On a GPU that is one Triton kernel over all leaves, elsewhere plain operations of the same bits. It has no rule for
+`vmap`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from functional_sac import networks
+from functional_sac.networks import Trunk
+from functional_sl import tree
+from functional_sl.threefry import builds_kernels
+
+
+def aligned(trunks: Sequence[Trunk], dtype: torch.dtype) -> Trunk:
+    """Returns stacked trunks as one stack with its input padded and its matrices in the type of the products.
+
+    Args:
+      trunks: leaves [M, ...], with an M of each trunk's own.
+      dtype: of the products.
+
+    Returns:
+      Leaves [N, ...] in new memory, N the sum of all M; the first norm and the rows of `w` have a multiple of eight
+      features.
+    """
+    own = [x.shape[-1] for x in tree.leaves(trunks[0])]
+    wide = own[0] + -own[0] % networks.ALIGNMENT
+    # The leaves of the first norm and `w` come first.
+    widths = [wide] * 3 + own[3:]
+    stacked = _align([leaf for trunk in trunks for leaf in tree.leaves(trunk)], widths, dtype)
+    return tree.unflatten(tree.flatten(trunks[0])[1], stacked)
+
+
+def shapes(leaves: Sequence[Tensor], widths: Sequence[int], dtype: torch.dtype) -> list[tuple[list[int], torch.dtype]]:
+    """Returns the shapes and types of the stacked leaves."""
+    found = []
+    for i, width in enumerate(widths):
+        parts = leaves[i :: len(widths)]
+        shape = [sum(part.shape[0] for part in parts), *parts[0].shape[1:-1], width]
+        found.append((shape, dtype if parts[0].ndim > 2 else parts[0].dtype))
+    return found
+
+
+@torch.library.custom_op("functional_sac::align", mutates_args=())
+def _align(leaves: Sequence[Tensor], widths: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+    """Returns as many leaves as there are widths, each stacked from those that lie so many places apart."""
+    found = []
+    for i, (_, kind) in enumerate(shapes(leaves, widths, dtype)):
+        parts = leaves[i :: len(widths)]
+        found.append(torch.cat([F.pad(part, (0, widths[i] - part.shape[-1])) for part in parts]).to(kind))
+    return found
+
+
+@_align.register_fake
+def _(leaves: Sequence[Tensor], widths: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+    return [leaves[0].new_empty(shape, dtype=kind) for shape, kind in shapes(leaves, widths, dtype)]
+
+
+if builds_kernels():
+    from functional_sac import alignment_kernels
+
+    @_align.register_kernel("cuda")
+    def _(leaves: Sequence[Tensor], widths: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+        outputs = [leaves[0].new_empty(shape, dtype=kind) for shape, kind in shapes(leaves, widths, dtype)]
+        alignment_kernels.align(leaves, outputs)
+        return outputs
