@@ -17,24 +17,24 @@ from functional_sac.networks import Trunk
 from functional_sl import tree
 from functional_sl.threefry import builds_kernels
 
+INPUT_WEIGHT = 2  # its place among the leaves
 
-def aligned(trunks: Sequence[Trunk], dtype: torch.dtype) -> Trunk:
-    """Returns stacked trunks as one stack with its input padded and its matrices in the type of the products.
+
+def aligned(trunks: Sequence[Trunk], dtype: torch.dtype) -> list[Tensor]:
+    """Returns the leaves of stacked trunks as `trunk.forward` takes them.
 
     Args:
       trunks: leaves [M, ...], with an M of each trunk's own.
       dtype: of the products.
 
     Returns:
-      Leaves [N, ...] in new memory, N the sum of all M; the first norm and the rows of `w` have a multiple of eight
-      features.
+      Leaves [N, ...] in new memory, N the sum of all M, without the scale of the RMS norm; matrices are in the type
+      of the products, and the rows of `w` have a multiple of eight features.
     """
-    own = [x.shape[-1] for x in tree.leaves(trunks[0])]
-    wide = own[0] + -own[0] % networks.ALIGNMENT
-    # The leaves of the first norm and `w` come first.
-    widths = [wide] * 3 + own[3:]
-    stacked = _align([leaf for trunk in trunks for leaf in tree.leaves(trunk)], widths, dtype)
-    return tree.unflatten(tree.flatten(trunks[0])[1], stacked)
+    leaves = [tree.leaves(trunk._replace(post_scale=())) for trunk in trunks]
+    widths = [leaf.shape[-1] for leaf in leaves[0]]
+    widths[INPUT_WEIGHT] += -widths[INPUT_WEIGHT] % networks.ALIGNMENT
+    return _align([leaf for own in leaves for leaf in own], widths, dtype)
 
 
 def shapes(leaves: Sequence[Tensor], widths: Sequence[int], dtype: torch.dtype) -> list[tuple[list[int], torch.dtype]]:

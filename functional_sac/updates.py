@@ -15,16 +15,17 @@ from torch import Tensor
 
 from functional_sac import losses, networks
 from functional_sac.config import SACConfig
+from functional_sac.descent import descend
 from functional_sac.envs.env import EnvSpec
 from functional_sac.fused import Gradients
 from functional_sac.losses import Losses
 from functional_sac.networks import Actor, Critic, Stats
 from functional_sac.transition import Transition
-from functional_sl import keys, loss_scale, optim, schedules, tree
+from functional_sl import gate, keys, loss_scale, optim, schedules, tree
 from functional_sl.loss_scale import LossScale, LossScaleState
 from functional_sl.parallel.collectives import Collectives
 from functional_sl.schedules import Schedule
-from functional_sl.step import Gradient, Loss, Step, StepState, make_step
+from functional_sl.step import Aux, Gradient, Loss, Step, StepState, make_step
 
 Metrics = dict[str, Tensor]
 
@@ -106,7 +107,11 @@ class Updates:
           noise: [2B, A] standard normal.
         """
         log_temperature, scale = part.temperature.params, self._scale(part)
-        actor, ok, aux = self.actor.update(part.actor, critic, stats, log_temperature, batch, noise, scale=scale)
+        inputs = (critic, stats, log_temperature, batch, noise)
+        if self.fused:
+            actor, _, ok, aux = self._descend(self.actor, part.actor, (), inputs)
+        else:
+            actor, ok, aux = self.actor.update(part.actor, *inputs, scale=scale)
         temperature, _, heat = self.temperature.update(part.temperature, aux.metrics["entropy"])
         return PolicyPart(actor, temperature, self._rescale(part.scale, ok)), {**aux.metrics, **heat.metrics}
 
@@ -125,12 +130,22 @@ class Updates:
         """
         inputs = (actor, stats, log_temperature, batch, noise)
         if self.fused:
-            critic, ok, aux = self.critic.update(part.critic, part.target, *inputs)
+            critic, target, ok, aux = self._descend(self.critic, part.critic, part.target, (part.target, *inputs))
         else:
             goal = self.loss.critic_goal(part.target, part.critic.stats.target, *inputs)
             critic, ok, aux = self.critic.update(part.critic, goal, scale=self._scale(part))
-        target = tree.where(ok, tree.lerp(part.target, critic.params, self.config.tau), part.target)
+            target = tree.where(ok, tree.lerp(part.target, critic.params, self.config.tau), part.target)
         return CriticPart(critic, target, self._rescale(part.scale, ok)), aux.metrics
+
+    def _descend(
+        self, step: Step, state: StepState, target: Critic | tuple[()], inputs: tuple
+    ) -> tuple[StepState, Critic | tuple[()], Tensor, Aux]:
+        """Does what `step.update` and the target's average do, as one op behind the gradient."""
+        gradient, ok, aux = step.gradient(state, *inputs)
+        rate = self.rate(state.opt.count)
+        params, target, opt = descend(state.params, target, state.opt, gradient, ok, rate, self.config.tau)
+        stats = tree.where(ok, aux.stats, state.stats)
+        return StepState(params, stats, opt, gate.update(state.gate, ok)), target, ok, aux
 
     def _scale(self, part: PolicyPart | CriticPart) -> Tensor | None:
         return part.scale.scale if self.config.compute_dtype == "float16" else None

@@ -18,6 +18,8 @@ from functional_sl import tree
 from functional_sl.schedules import Schedule, constant
 from functional_sl.tree import Tree
 
+B1, B2, EPS = 0.9, 0.999, 1e-8
+
 
 class Transform(NamedTuple):
     """Two closures over static hyper-parameters."""
@@ -118,7 +120,43 @@ def sgd(learning_rate: float | Schedule, momentum: float = 0.0) -> Transform:
     return Transform(init, update)
 
 
-def adam(learning_rate: float | Schedule, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Transform:
+def corrections(count: Tensor, rate: Tensor, b1: float = B1, b2: float = B2) -> tuple[Tensor, Tensor]:
+    """Returns what Adam's bias corrections make of a step, as 0-d float64 tensors.
+
+    Args:
+      count: 0-d int64, the step's number, from 1.
+      rate: 0-d, the learning rate.
+      b1: as in `adam`.
+      b2: as in `adam`.
+
+    Returns:
+      (the negative step size over the mean's correction, the root of the mean square's correction).
+    """
+    t = count.to(torch.float64)
+    # A Python number over a tensor would be a reciprocal and a product in torch, rounded twice.
+    return torch.div(rate, torch.pow(b1, t) - 1), torch.sqrt(1 - torch.pow(b2, t))
+
+
+def moments(
+    grads: Tree, mu: Tree, nu: Tree, root: Tensor, b1: float = B1, b2: float = B2, eps: float = EPS
+) -> tuple[Tree, Tree, Tree]:
+    """Returns Adam's new moments, and the denominators of its updates.
+
+    Args:
+      grads: the gradients.
+      mu: their mean, like `grads`.
+      nu: the mean of their squares, like `grads`.
+      root: as `corrections` returns it.
+      b1: as in `adam`.
+      b2: as in `adam`.
+      eps: as in `adam`.
+    """
+    mu = tree.map(lambda m, g: torch.lerp(m, g, 1 - b1), mu, grads)
+    nu = tree.map(lambda v, g: torch.addcmul(v * b2, g, g, value=1 - b2), nu, grads)
+    return mu, nu, tree.map(lambda v: v.sqrt() / _for(v, root) + eps, nu)
+
+
+def adam(learning_rate: float | Schedule, b1: float = B1, b2: float = B2, eps: float = EPS) -> Transform:
     """Returns Adam (Kingma and Ba, arXiv:1412.6980, algorithm 1), with `torch.optim.Adam`'s rounding.
 
     Args:
@@ -143,9 +181,9 @@ def adam(learning_rate: float | Schedule, b1: float = 0.9, b2: float = 0.999, ep
 
 def adamw(
     learning_rate: float | Schedule,
-    b1: float = 0.9,
-    b2: float = 0.999,
-    eps: float = 1e-8,
+    b1: float = B1,
+    b2: float = B2,
+    eps: float = EPS,
     weight_decay: float = 1e-2,
     mask: Callable[[Tree], Tree] | None = None,
 ) -> Transform:
@@ -200,13 +238,9 @@ def _moments(
 ) -> tuple[AdamState, Tensor, Tree]:
     """Returns the new state, the negative bias-corrected step size, and each leaf's denominator."""
     count = state.count + 1
-    t = count.to(torch.float64)
-    # A Python number over a tensor would be a reciprocal and a product in torch, rounded twice.
-    step = torch.div(rate, torch.pow(b1, t) - 1)
-    root = torch.sqrt(1 - torch.pow(b2, t))
-    mu = tree.map(lambda m, g: torch.lerp(m, g, 1 - b1), state.mu, grads)
-    nu = tree.map(lambda v, g: torch.addcmul(v * b2, g, g, value=1 - b2), state.nu, grads)
-    return AdamState(count=count, mu=mu, nu=nu), step, tree.map(lambda v: v.sqrt() / _for(v, root) + eps, nu)
+    step, root = corrections(count, rate, b1, b2)
+    mu, nu, denominators = moments(grads, state.mu, state.nu, root, b1, b2, eps)
+    return AdamState(count=count, mu=mu, nu=nu), step, denominators
 
 
 def _for(leaf: Tensor, number: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from functional_sl import gate, optim, tree, wire
+from functional_sl import gate, optim, packing, tree, wire
 from functional_sl.parallel.collectives import Collectives, single
 
 
@@ -49,10 +49,18 @@ class StepState(NamedTuple):
 
 
 class Step(NamedTuple):
-    """`init(params, stats) -> StepState` and `update(state, *inputs, scale=None) -> (StepState, ok, Aux)`."""
+    """The functions of one step.
+
+    Attributes:
+      init: `(params, stats) -> StepState`.
+      update: `(state, *inputs, scale=None) -> (StepState, ok, Aux)`.
+      gradient: `(state, *inputs, scale=None) -> (gradient [P], ok, Aux)`, the part of `update` before the transform,
+        where another one follows.
+    """
 
     init: Callable[..., StepState]
     update: Callable[..., tuple[StepState, Tensor, Aux]]
+    gradient: Callable[..., tuple[Tensor, Tensor, Aux]]
 
 
 Loss = Callable[..., tuple[Tensor, Aux]]
@@ -81,10 +89,11 @@ def make_step(
         axis over them; values, gradients and metrics are summed from first to last, and the statistics pass from one
         micro-batch to the next.
       gradient: `(params, stats, *inputs) -> (gradients, value, Aux)` in place of `torch.func.grad` of `loss`, where
-        one is written out; its inputs may be other ones. Without accumulation and scale only.
+        one is written out; its inputs may be other ones, and the types of its leaves such as the parameters' holds.
+        Without accumulation, scale and `vmap` only.
 
     Returns:
-      The pair of functions. `update` takes `scale`, a 0-d loss scale for FP16; the gradients are unscaled before
+      The functions. `update` takes `scale`, a 0-d loss scale for FP16; the gradients are unscaled before
       the sentinel is read, so an overflow closes the gate. `ok` is the gate's 0-d bool and the same on every rank.
     """
     if gradient is not None and accumulation > 1:
@@ -106,19 +115,27 @@ def make_step(
         params, stats = tree.clone((params, stats))
         return StepState(params, stats, transform.init(_ravel(params)), gate.init(device))
 
-    def update(state: StepState, *inputs: tree.Tree, scale: Tensor | None = None) -> tuple[StepState, Tensor, Aux]:
+    def average(state: StepState, *inputs: tree.Tree, scale: Tensor | None = None) -> tuple[Tensor, Tensor, Aux]:
         if gradient is None:
             grads, value, aux = _accumulate(loss, accumulation, state, inputs, scale)
+            layout = layout_of(grads)
+            packed = wire.pack(layout, grads, wire.sentinel(value, grads))
         elif scale is not None:
             raise ValueError("scale: a gradient that is written out knows no loss scale")
         else:
             grads, value, aux = gradient(state.params, state.stats, *inputs)
-        layout, own = layout_of(grads), wire.sentinel(value, grads)
-        reduced = reduce(wire.pack(layout, grads, own), layout)
-        ok = gate.is_open(reduced)
-        new = _apply(state, reduced[:-1], aux)
+            layout = layout_of(state.params)
+            packed = packing.pack(layout, grads, value)
+        reduced = reduce(packed, layout)
+        # What has not travelled is what the sentinel has seen.
+        ok = packed[-1] == 0 if reduced is packed else gate.is_open(reduced)
+        return reduced[:-1], ok, Aux(aux.stats, aux.metrics, packed[-1])
+
+    def update(state: StepState, *inputs: tree.Tree, scale: Tensor | None = None) -> tuple[StepState, Tensor, Aux]:
+        mean, ok, aux = average(state, *inputs, scale=scale)
+        new = _apply(state, mean, aux)
         selected = tree.where(ok, new, (state.params, state.stats, state.opt))
-        return StepState(*selected, gate.update(state.gate, ok)), ok, Aux(aux.stats, aux.metrics, own)
+        return StepState(*selected, gate.update(state.gate, ok)), ok, aux
 
     def _apply(state: StepState, gradient: Tensor, aux: Aux) -> tuple[tree.Tree, tree.Tree, tree.Tree]:
         flat = _ravel(state.params)
@@ -126,7 +143,7 @@ def make_step(
         params = wire.unpack(flat + updates, state.params)
         return (project(params) if project else params), aux.stats, opt
 
-    return Step(init, update)
+    return Step(init, update, average)
 
 
 def _accumulate(

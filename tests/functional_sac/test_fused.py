@@ -50,10 +50,11 @@ KINDS = [("float32", torch.float64, 1e-11), ("float32", torch.float32, 2e-5), ("
 
 
 def agree(found: tuple, expected: tuple, tolerance: float) -> None:
-    """Compares trees leaf by leaf, relative to the largest number of a leaf."""
+    """Compares trees leaf by leaf, relative to the largest number of a leaf; matrices may be in the products' type."""
     for name, a in tree.named(found).items():
         b = tree.named(expected)[name]
-        assert (a.dtype, a.shape) == (b.dtype, b.shape), name
+        assert a.shape == b.shape, name
+        assert a.dtype in (b.dtype, torch.bfloat16), name
         assert (a - b).abs().max() <= tolerance * b.abs().max().clamp_min(1e-3), name
 
 

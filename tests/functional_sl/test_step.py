@@ -351,3 +351,35 @@ def test_a_gradient_that_is_written_out_takes_neither_a_scale_nor_micro_batches(
     assert state.params["w"].tolist() == [2.0]
     with pytest.raises(ValueError, match="knows no loss scale"):
         step.update(state, torch.tensor([1.0]), scale=torch.tensor(8.0))
+
+
+def test_a_gradient_that_is_written_out_may_be_of_a_narrower_type() -> None:
+    """1.0078125 is 1 + 2^-7, the next number after 1 in BF16."""
+
+    def gradient(params, stats, x):
+        return {"w": x.bfloat16()}, x.sum(), Aux(stats, {})
+
+    step = make_step(lambda *a: None, optim.sgd(1.0), gradient=gradient)
+    state = step.init({"w": torch.zeros(2)})
+    found, ok, _ = step.gradient(state, torch.tensor([1.009, 2.0]))
+    assert (ok.item(), found.tolist(), found.dtype) == (True, [1.0078125, 2.0], torch.float32)
+    after, _, _ = step.update(state, torch.tensor([1.009, 2.0]))
+    assert after.params["w"].tolist() == [-1.0078125, -2.0]
+    closed, ok, aux = step.update(after, torch.tensor([torch.inf, 0.0]))
+    assert (ok.item(), aux.sentinel.item(), closed.params["w"].tolist()) == (False, 1.0, [-1.0078125, -2.0])
+
+
+@pytest.mark.parametrize("wire_dtype", ["float32", "bfloat16"])
+def test_the_gradient_is_what_the_update_takes(wire_dtype: str) -> None:
+    """The largest float32 overflows as a sum of BF16: it closes the gate though the sentinel is zero."""
+
+    def dot(w: Tensor, stats: tuple, x: Tensor) -> tuple[Tensor, Aux]:
+        return (w * x).sum(), Aux(stats, {})
+
+    step, x = make_step(dot, optim.sgd(1.0), wire_dtype=wire_dtype), torch.arange(1.0, 2049.0)
+    state = step.init(torch.zeros(2048))
+    found, ok, _ = step.gradient(state, x)
+    assert ok
+    assert_bits_equal(step.update(state, x)[0].params, -found)
+    _, ok, aux = step.gradient(state, x.index_fill(0, torch.tensor([3]), torch.finfo(torch.float32).max))
+    assert (ok.item(), aux.sentinel.item()) == (wire_dtype == "float32", 0.0)

@@ -1,0 +1,54 @@
+"""Packing a gradient group that is written out, whatever the types of its leaves, in one pass.
+
+It comes to `wire.pack` of the leaves in the group's type, with `wire.sentinel`. On a GPU two Triton kernels cast, pack
+and look for what is not finite, the second of a single program; elsewhere it is plain operations, of the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from functional_sl import tree, wire
+from functional_sl.threefry import builds_kernels
+from functional_sl.tree import Tree
+
+
+def pack(layout: wire.Layout, gradients: Tree, loss: Tensor) -> Tensor:
+    """Returns the gradients and their sentinel as one vector; it has no rule for `vmap`.
+
+    Args:
+      layout: the group's.
+      gradients: a tree of the layout's shapes, in floating-point types that the group's type holds.
+      loss: 0-d, see `wire.sentinel`.
+
+    Returns:
+      `[P + 1]`, in the group's own dtype.
+
+    Raises:
+      ValueError: if a leaf has another shape than the layout says.
+    """
+    leaves = tree.leaves(gradients)
+    for name, shape, leaf in zip(layout.names, layout.shapes, leaves, strict=True):
+        if leaf.shape != shape:
+            raise ValueError(f"leaf {name!r} is {tuple(leaf.shape)}, not {shape}")
+    return _pack(leaves, loss, layout.dtype)
+
+
+@torch.library.custom_op("functional_sl::pack", mutates_args=())
+def _pack(leaves: Sequence[Tensor], loss: Tensor, dtype: torch.dtype) -> Tensor:
+    flat = torch.cat([leaf.reshape(-1).to(dtype) for leaf in leaves])
+    return torch.cat([flat, wire.sentinel(loss, flat).reshape(1)])
+
+
+@_pack.register_fake
+def _(leaves: Sequence[Tensor], loss: Tensor, dtype: torch.dtype) -> Tensor:
+    return loss.new_empty((sum(leaf.numel() for leaf in leaves) + 1,), dtype=dtype)
+
+
+if builds_kernels():
+    from functional_sl import packing_kernels
+
+    _pack.register_kernel("cuda")(packing_kernels.pack)

@@ -1,0 +1,73 @@
+"""The Triton kernels of `packing`: a program takes a piece of one leaf, and a last one what all have found.
+
+Which program takes what is static, and so is how a leaf lies in memory: each leaf has a branch of its own, with
+nothing to look up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+PIECE = 2048  # elements of a program
+FLAGS = 1024  # of programs that are read at a time
+
+
+@triton.jit
+def _piece(
+    leaf, packed, bad, begin, START: tl.constexpr, SIZE: tl.constexpr, LENGTH: tl.constexpr, ROW: tl.constexpr,
+    COLUMN: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    place = begin + tl.arange(0, PIECE)
+    inside = place < SIZE
+    if (ROW == LENGTH) and (COLUMN == 1):
+        source = leaf + place
+    else:
+        source = leaf + (place // LENGTH) * ROW + (place % LENGTH) * COLUMN
+    value = tl.load(source, mask=inside, other=0.0).to(packed.dtype.element_ty)
+    tl.store(packed + START + place, value, mask=inside)
+    # A comparison with NaN is false.
+    tl.store(bad + tl.program_id(0), tl.max(tl.where(tl.abs(value) < float("inf"), 0, 1), 0))
+
+
+@triton.jit
+def _pack(leaves, packed, bad, PLAN: tl.constexpr, COUNT: tl.constexpr, PIECE: tl.constexpr):
+    program = tl.program_id(0)
+    for i in tl.static_range(COUNT):
+        if (program >= PLAN[i][0]) & (program < PLAN[i][1]):
+            _piece(
+                leaves[i], packed, bad, (program - PLAN[i][0]) * PIECE, PLAN[i][2], PLAN[i][3], PLAN[i][4], PLAN[i][5],
+                PLAN[i][6], PIECE,
+            )  # fmt: skip
+
+
+@triton.jit
+def _sentinel(bad, loss, packed, size, PROGRAMS: tl.constexpr, FLAGS: tl.constexpr):
+    found = tl.zeros((FLAGS,), tl.int32)
+    for begin in range(0, PROGRAMS, FLAGS):
+        place = begin + tl.arange(0, FLAGS)
+        found = tl.maximum(found, tl.load(bad + place, mask=place < PROGRAMS, other=0))
+    is_bad = tl.where(tl.abs(tl.load(loss)) < float("inf"), tl.max(found, 0), 1)
+    tl.store(packed + size, is_bad.to(packed.dtype.element_ty))
+
+
+def pack(leaves: Sequence[Tensor], loss: Tensor, dtype: torch.dtype) -> Tensor:
+    """Launches `packing.pack`."""
+    rows = [leaf.reshape(-1, leaf.shape[-1] if leaf.ndim else 1) for leaf in leaves]
+    plan, programs, size = [], 0, 0
+    for leaf in rows:
+        row, column = leaf.stride()
+        row = leaf.shape[1] if leaf.shape[0] == 1 else row
+        last = programs + triton.cdiv(leaf.numel(), PIECE)
+        plan.append((programs, last, size, leaf.numel(), leaf.shape[1], row, column))
+        programs = last
+        size += leaf.numel()
+    packed = torch.empty(size + 1, dtype=dtype, device=loss.device)
+    bad = torch.empty(programs, dtype=torch.int32, device=loss.device)
+    _pack[(programs,)](tuple(rows), packed, bad, PLAN=tuple(plan), COUNT=len(plan), PIECE=PIECE)
+    _sentinel[(1,)](bad, loss, packed, size, PROGRAMS=programs, FLAGS=FLAGS)
+    return packed
