@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from functional_sac import batch_norm, networks
+from functional_sac import batch_norm, distributions, networks
 from functional_sac.losses import CriticStats, Losses
 from functional_sac.networks import BN_EPS, BN_MOMENTUM, Actor, BatchNorm, Block, Critic, Stats, Trunk
 from functional_sac.transition import Transition
@@ -118,15 +118,12 @@ class Gradients:
         params: Critic,
         stats: CriticStats,
         target: Critic,
-        actor: Actor,
-        actor_stats: Stats,
+        policy: distributions.Sample,
         log_temperature: Tensor,
         batch: Transition,
-        noise: Tensor,
     ) -> tuple[Critic, Tensor, Aux]:
         """Returns what `losses.critic` towards `losses.critic_goal` comes to; arguments as there."""
         rows, loss = batch.reward.shape[0], self.losses
-        policy = loss.next_policy(actor, actor_stats, batch, noise)
         x = torch.cat(loss.critic_input(batch, policy), -1)
         dtype = _products(loss.dtype, x)
         four = aligned(tree.map(_joined, target.trunk, params.trunk), dtype)
