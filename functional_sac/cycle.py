@@ -100,7 +100,8 @@ def make_learner(
             return _change_critics(updates.critics, state, sample, batch)
 
         change_policy = functools.partial(_change_policy, updates.policy, inputs=(batch, actor_noise))
-        return _update(config, state, change_policy if with_actor else None, change_critics)
+        state, metrics = _update(config, state, change_policy if with_actor else None, change_critics)
+        return state._replace(updates=state.updates + 1), metrics
 
     return Learner(updates.init, update, cycle.run, phases(config), updates.rate)
 
@@ -157,7 +158,7 @@ class _Regions:
         means = {
             name: values[0] if len(values) == 1 else torch.stack(values).mean(0) for name, values in series.items()
         }
-        return updates, means
+        return updates + len(history), means
 
     def _batch(self, rows: Tensor, places: Tensor, divisor: Tensor) -> Transition:
         batch = replay.unpack(rows.index_select(0, places), replay.fields(self.updates.spec))
@@ -194,7 +195,7 @@ class _Cycle:
         if self.ranks > 1:
             state = self._share_statistics(state)
         if len(history) == 1:
-            return state, history[0]
+            return state._replace(updates=state.updates + 1), history[0]
         updates, means = self.summaries[phase](state.updates, history)
         return state._replace(updates=updates), means
 
@@ -237,10 +238,10 @@ def _change_critics(critics: Region, state: SACState, sample: Sample, *batch: tr
 
 
 def _update(config: SACConfig, state: SACState, policy: Change | None, critics: Change) -> tuple[SACState, Metrics]:
-    """Runs one update in the config's order."""
+    """Runs one update in the config's order, but for its count."""
     order = [critics] if policy is None else [policy, critics]
     metrics: Metrics = {}
     for change in reversed(order) if config.critic_first else order:
         state, found = change(state)
         metrics |= found
-    return state._replace(updates=state.updates + 1), metrics
+    return state, metrics
