@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from functional_sac import batch_norm, distributions, networks
+from functional_sac import batch_norm, critic_heads, distributions, frozen_critics, networks
 from functional_sac.losses import CriticStats, Losses
 from functional_sac.networks import BN_EPS, BN_MOMENTUM, Actor, BatchNorm, Block, Critic, Stats, Trunk
-from functional_sac.transition import Transition
+from functional_sac.transition import Transition, critic_view
 from functional_sl import tree
 from functional_sl.step import Aux
 
@@ -123,25 +123,21 @@ class Gradients:
         batch: Transition,
     ) -> tuple[Critic, Tensor, Aux]:
         """Returns what `losses.critic` towards `losses.critic_goal` comes to; arguments as there."""
-        rows, loss = batch.reward.shape[0], self.losses
+        loss = self.losses
         x = torch.cat(loss.critic_input(batch, policy), -1)
         dtype = _products(loss.dtype, x)
-        four = aligned(tree.map(_joined, target.trunk, params.trunk), dtype)
-        h, moved, tape = forward(four, tree.map(_joined, stats.target, stats.online), x)
-        of_target, of_online = (tree.map(lambda leaf, i=i: leaf[i : i + 2], moved) for i in (0, 2))
-        after = _log_probs(h[:2, rows:], target.trunk.post_scale, target.w, target.b, dtype)
-        probs, bonus = loss.backup(after, policy, log_temperature, batch)
-
-        def value(*head: Tensor) -> Tensor:
-            return loss.cross_entropy(probs, _log_probs(*head, dtype))
-
-        head = (h[2:, :rows], params.trunk.post_scale, params.w, params.b)
-        (dh, post_scale, w, b), found = torch.func.grad_and_value(value, argnums=(0, 1, 2, 3))(*head)
-        online = tree.map(lambda leaf: leaf[2:], (four, tape))
-        # The next observations share the batch statistics, not the loss.
-        trunk = backward(*online, F.pad(dh, (0, 0, 0, rows)), x.shape[-1])._replace(post_scale=post_scale)
-        aux = Aux(CriticStats(of_online, of_target), {"critic_loss": found, "max_entropy_bonus": bonus})
-        return _like(params, Critic(trunk, w, b)), found, aux
+        four = aligned(tree.map(_joined, params.trunk, target.trunk), dtype)
+        h, moved, tape = forward(four, tree.map(_joined, stats.online, stats.target), x)
+        of_online, of_target = (tree.map(lambda leaf, i=i: leaf[i : i + 2], moved) for i in (0, 2))
+        entropy_term = loss.entropy_term(policy, log_temperature)
+        backup = critic_heads.Backup(batch.reward, batch.terminated, entropy_term, *loss.atoms, loss.discount)
+        head = critic_heads.loss(h, params, target, backup)
+        trunk = backward(*tree.map(lambda leaf: leaf[:2], (four, tape)), head.h, x.shape[-1])
+        trunk = trunk._replace(post_scale=head.post_scale)
+        aux = Aux(
+            CriticStats(of_online, of_target), {"critic_loss": head.loss, "max_entropy_bonus": entropy_term.amax()}
+        )
+        return _like(params, Critic(trunk, head.w, head.b)), head.loss, aux
 
     def actor(
         self,
@@ -160,18 +156,25 @@ class Gradients:
         trunk = aligned(tree.map(lambda leaf: leaf.unsqueeze(0), params.trunk), dtype)
         h, moved, tape = forward(trunk, tree.map(lambda leaf: leaf.unsqueeze(0), stats), x)
 
-        def value(h: Tensor, post_scale: Tensor, *heads: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        def sample(h: Tensor, post_scale: Tensor, *heads: Tensor) -> distributions.Sample:
             mean_w, mean_b, std_w, std_b = heads
             normal = networks.rms_norm(post_scale, h)
             raw = _product(normal, torch.cat([mean_w, std_w]), dtype) + torch.cat([mean_b, std_b])
             mean, deviation = raw.chunk(2, -1)
-            return loss.policy_value(
-                mean, networks.bounded(deviation), critic, critic_stats, log_temperature, batch, noise[:rows]
-            )
+            return distributions.sample(mean, networks.bounded(deviation), noise[:rows])
 
-        head = (h[0, :rows], params.trunk.post_scale, *params[1:])
-        grads, (found, metrics) = torch.func.grad_and_value(value, argnums=tuple(range(6)), has_aux=True)(*head)
-        dh, post_scale, *heads = grads
+        def value(action: Tensor, log_prob: Tensor, q: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            return loss.policy_value(distributions.Sample(action, log_prob), q, log_temperature, batch)
+
+        policy, pullback = torch.func.vjp(sample, h[0, :rows], params.trunk.post_scale, *params[1:])
+        seen = torch.cat([critic_view(batch.observation), policy.action], -1)
+        actions = policy.action.shape[-1]
+        q, slope = frozen_critics.lower_value(critic, critic_stats, seen, actions, dtype, *loss.atoms)
+        (daction, dlog_prob, dq), (found, metrics) = torch.func.grad_and_value(value, (0, 1, 2), has_aux=True)(
+            *policy, q
+        )
+        daction = daction + dq.unsqueeze(-1) * slope
+        dh, post_scale, *heads = pullback(distributions.Sample(daction, dlog_prob))
         found_trunk = backward(trunk, tape, F.pad(dh, (0, 0, 0, rows)).unsqueeze(0), x.shape[-1])
         own = tree.map(lambda leaf: leaf.squeeze(0), found_trunk)._replace(post_scale=post_scale)
         return _like(params, Actor(own, *heads)), found, Aux(tree.map(lambda leaf: leaf.squeeze(0), moved), metrics)
@@ -194,12 +197,6 @@ def _moved(stats: Stats, moments: list[tuple[Tensor, Tensor]], rows: int) -> Sta
     mean, inverse_std = (torch.cat(parts, -1) for parts in zip(*moments, strict=True))
     unbiased = (inverse_std**-2 - BN_EPS) * (rows / (rows - 1))
     return Stats(torch.lerp(stats.mean, mean, BN_MOMENTUM), torch.lerp(stats.var, unbiased, BN_MOMENTUM))
-
-
-def _log_probs(h: Tensor, post_scale: Tensor, w: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns log-probabilities [N, B, bins] of stacked critics from their last activations [N, B, H]."""
-    normal = networks.rms_norm(post_scale.unsqueeze(1), h)
-    return torch.log_softmax(_product(normal, w, dtype) + b.unsqueeze(1), -1)
 
 
 def _product(x: Tensor, w: Tensor, dtype: torch.dtype) -> Tensor:

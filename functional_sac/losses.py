@@ -109,11 +109,15 @@ class Losses:
         """Returns the projected target [B, bins] of the target critics' [2, B, bins], and the largest entropy term."""
         support = self._atoms(log_probs)
         chosen = value.pessimistic(log_probs, support)
-        entropy_term = torch.exp(log_temperature) * policy.log_prob
-        probs = torch.func.vmap(self._backup, (0, 0, 0, 0, None))(
-            torch.exp(chosen), batch.reward, batch.terminated, entropy_term, support
+        entropy_term = self.entropy_term(policy, log_temperature)
+        probs = value.bellman_target(
+            torch.exp(chosen), batch.reward, batch.terminated, entropy_term, support, discount=self.discount
         )
         return probs, entropy_term.amax()
+
+    def entropy_term(self, policy: distributions.Sample, log_temperature: Tensor) -> Tensor:
+        """Returns what entropy takes from the next values [B]: the temperature times the log-probability."""
+        return torch.exp(log_temperature) * policy.log_prob
 
     def cross_entropy(self, probs: Tensor, log_probs: Tensor) -> Tensor:
         """Returns the cross-entropy () of critics' [2, B, bins] to targets [B, bins], meaned over critics and rows."""
@@ -159,27 +163,18 @@ class Losses:
         rows = batch.reward.shape[0]
         observation = torch.cat([batch.observation.actor, batch.next_observation.actor])
         (mean, log_std), stats = networks.actor(params, stats, observation, training=True, dtype=self.dtype)
-        loss, metrics = self.policy_value(
-            mean[:rows], log_std[:rows], critic, critic_stats, log_temperature, batch, noise[:rows]
-        )
+        policy = distributions.sample(mean[:rows], log_std[:rows], noise[:rows])
+        observed = critic_view(batch.observation)
+        log_probs, _ = ensemble(critic, critic_stats, observed, policy.action, training=False, dtype=self.dtype)
+        q = value.expectation(log_probs, self._atoms(log_probs)).amin(0)
+        loss, metrics = self.policy_value(policy, q, log_temperature, batch)
         return loss, Aux(stats, metrics)
 
     def policy_value(
-        self,
-        mean: Tensor,
-        log_std: Tensor,
-        critic: Critic,
-        critic_stats: Stats,
-        log_temperature: Tensor,
-        batch: Transition,
-        noise: Tensor,
+        self, policy: distributions.Sample, q: Tensor, log_temperature: Tensor, batch: Transition
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Returns the actor's loss and metrics for the policy [B, A] in the batch's observations; see `actor`."""
-        action, log_prob = distributions.sample(mean, log_std, noise)
-        log_probs, _ = ensemble(
-            critic, critic_stats, critic_view(batch.observation), action, training=False, dtype=self.dtype
-        )
-        q = value.expectation(log_probs, self._atoms(log_probs)).amin(0)
+        """Returns the actor's loss and metrics for what the policy does [B, ...] and its value q [B]; see `actor`."""
+        action, log_prob = policy
         loss = (torch.exp(log_temperature) * log_prob - q).mean()
         if self.config.bc_alpha > 0:
             loss = loss + self.config.bc_alpha * q.abs().mean().detach() * ((action - batch.action) ** 2).mean()
@@ -191,12 +186,18 @@ class Losses:
         loss = temperature * (entropy - self.entropy_goal)
         return loss, Aux(stats, {"temperature_loss": loss, "temperature": temperature})
 
-    def _atoms(self, like: Tensor) -> Tensor:
-        config = self.config
-        return value.support(config.min_value, config.max_value, config.bins, like.device).to(like.dtype)
+    @property
+    def atoms(self) -> tuple[float, float]:
+        """The lowest and the highest atom."""
+        return self.config.min_value, self.config.max_value
 
-    def _backup(self, *transition: Tensor) -> Tensor:
-        return value.bellman_target(*transition, discount=self.config.gamma**self.config.n_step)
+    @property
+    def discount(self) -> float:
+        """Of what follows the n steps of a transition."""
+        return self.config.gamma**self.config.n_step
+
+    def _atoms(self, like: Tensor) -> Tensor:
+        return value.support(*self.atoms, self.config.bins, like.device).to(like.dtype)
 
 
 def make_losses(config: SACConfig, action_dim: int) -> Losses:

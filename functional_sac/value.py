@@ -35,23 +35,25 @@ def pessimistic(log_probs: Tensor, atoms: Tensor) -> Tensor:
 def bellman_target(
     probs: Tensor, reward: Tensor, terminated: Tensor, entropy_term: Tensor, atoms: Tensor, discount: float
 ) -> Tensor:
-    """Backs one transition's distribution up and projects it onto the evenly spaced atoms.
+    """Backs transitions' distributions up and projects them onto the evenly spaced atoms.
 
     Source atom j moves to `t_j = clip(r + discount (v_j - alpha log pi))`, or to `clip(r)` where the episode
     terminated (equation 7 of arXiv 1707.06887, with the entropy of soft actor-critic).
 
     Args:
-      probs: [bins], sums to one.
-      reward: () scaled (n-step) reward.
-      terminated: () bool.
-      entropy_term: () temperature times the next action's log-probability.
+      probs: [..., bins], sums to one.
+      reward: [...] scaled (n-step) reward.
+      terminated: [...] bool.
+      entropy_term: [...] temperature times the next action's log-probability.
       atoms: [bins].
       discount: `gamma**n`.
 
     Returns:
-      [bins], sums to one; NaN if the reward or the entropy term is not finite.
+      [..., bins], sums to one; NaN if the reward or the entropy term is not finite.
     """
-    chex.assert_rank([probs, reward, terminated, entropy_term, atoms], [1, 0, 0, 0, 1])
+    chex.assert_equal_shape([probs[..., 0], reward, terminated, entropy_term])
+    chex.assert_rank(atoms, 1)
+    reward, terminated, entropy_term = (x.unsqueeze(-1) for x in (reward, terminated, entropy_term))
     moved = reward + torch.where(terminated, 0.0, discount * (atoms - entropy_term))
     # An infinite reward is clipped to a healthy target; zero times it is NaN, which closes the gate.
     return project(probs, moved.clamp(atoms[0], atoms[-1]), atoms) + 0.0 * (reward + entropy_term)
@@ -64,12 +66,12 @@ def project(probs: Tensor, targets: Tensor, atoms: Tensor) -> Tensor:
     a GPU adds in no fixed order, and runs would differ.
 
     Args:
-      probs: [bins].
-      targets: [bins] within [atoms[0], atoms[-1]].
+      probs: [..., bins].
+      targets: [..., bins] within [atoms[0], atoms[-1]].
       atoms: [bins].
 
     Returns:
-      [bins].
+      [..., bins].
     """
     last = atoms.shape[0] - 1
     position = (targets - atoms[0]) * (last / (atoms[-1] - atoms[0]))
@@ -81,5 +83,5 @@ def project(probs: Tensor, targets: Tensor, atoms: Tensor) -> Tensor:
     lower = position.floor()
     upper_mass = probs * (position - lower)
     index = lower.to(torch.int64).clamp(0, last)
-    shared = torch.zeros_like(probs).scatter_add(0, index, probs - upper_mass)
-    return shared.scatter_add(0, (index + 1).clamp_max(last), upper_mass)
+    shared = torch.zeros_like(probs).scatter_add(-1, index, probs - upper_mass)
+    return shared.scatter_add(-1, (index + 1).clamp_max(last), upper_mass)

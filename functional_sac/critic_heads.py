@@ -1,0 +1,82 @@
+"""What follows the trunk of stacked critics, forward and backward: RMS norm, head and loss.
+
+The gradients are those of `losses`, written out; products run in the type of the activations.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from functional_sac import categorical, rms_norm
+from functional_sac.networks import ALIGNMENT, RMS_EPS, Critic
+
+
+class Backup(NamedTuple):
+    """What the target critics' distributions are backed up by."""
+
+    reward: Tensor  # [B], scaled
+    terminated: Tensor  # [B] bool
+    entropy_term: Tensor  # [B]
+    minimum: float  # of the atoms
+    maximum: float
+    discount: float
+
+
+class Head(NamedTuple):
+    """The loss and its gradients."""
+
+    loss: Tensor  # ()
+    h: Tensor  # [2, 2B, H]; of the next observations they are zero
+    post_scale: Tensor  # [2, H]
+    w: Tensor  # [2, bins, H]
+    b: Tensor  # [2, bins]
+
+
+def loss(h: Tensor, critic: Critic, target: Critic, backup: Backup) -> Head:
+    """Differentiates `losses.cross_entropy` towards `losses.backup` in the critics.
+
+    Args:
+      h: [4, 2B, H], both critics' activations, then both target critics', of observations, then next observations.
+      critic: stacked [2, ...].
+      target: likewise.
+      backup: of the transitions.
+    """
+    rows, bins = h.shape[1] // 2, critic.b.shape[-1]
+    # Critics see the observations and target critics the next ones, which is the diagonal of two by two halves.
+    h = h.unflatten(0, (2, 2)).unflatten(2, (2, rows)).diagonal(0, 0, 2).movedim(-1, 0)
+    scale = torch.stack([critic.trunk.post_scale, target.trunk.post_scale])
+    normal = rms_norm.forward(h, scale, h.dtype, RMS_EPS)
+    w = _wide(torch.cat([critic.w, target.w])).to(h.dtype)
+    logits = torch.bmm(normal.flatten(0, 1), w.mT)
+    found, dlogits, db = categorical.loss(logits, critic.b, target.b, *backup)
+    dh, post_scale = rms_norm.backward(torch.bmm(dlogits, w[:2]), h[0], critic.trunk.post_scale, RMS_EPS, rows)
+    dw = torch.bmm(dlogits.mT, normal[0])[:, :bins]
+    return Head(found.sum(), dh, post_scale.sum(0), dw, db.sum(0))
+
+
+def lower_value(h: Tensor, critic: Critic, minimum: float, maximum: float) -> tuple[Tensor, Tensor]:
+    """Returns the lower one of two critics' mean returns [B], and its derivative in their activations.
+
+    Args:
+      h: [2, B, H].
+      critic: stacked [2, ...].
+      minimum: the lowest atom.
+      maximum: the highest atom.
+
+    Returns:
+      (values [B], derivatives [2, B, H]).
+    """
+    scale = critic.trunk.post_scale
+    w = _wide(critic.w).to(h.dtype)
+    normal = rms_norm.forward(h, scale, h.dtype, RMS_EPS)
+    value, dlogits = categorical.lower_value(torch.bmm(normal, w.mT), critic.b, minimum, maximum)
+    return value, rms_norm.backward(torch.bmm(dlogits, w), h, scale, RMS_EPS, 0)[0]
+
+
+def _wide(w: Tensor) -> Tensor:
+    """Returns matrices [..., M, K] with rows of zeros up to a multiple of eight."""
+    return F.pad(w, (0, 0, 0, -w.shape[-2] % ALIGNMENT))
