@@ -157,11 +157,7 @@ class Gradients:
         h, moved, tape = forward(trunk, tree.map(lambda leaf: leaf.unsqueeze(0), stats), x)
 
         def sample(h: Tensor, post_scale: Tensor, *heads: Tensor) -> distributions.Sample:
-            mean_w, mean_b, std_w, std_b = heads
-            normal = networks.rms_norm(post_scale, h)
-            raw = _product(normal, torch.cat([mean_w, std_w]), dtype) + torch.cat([mean_b, std_b])
-            mean, deviation = raw.chunk(2, -1)
-            return distributions.sample(mean, networks.bounded(deviation), noise[:rows])
+            return _sample(h, post_scale, heads, noise[:rows], dtype)
 
         def value(action: Tensor, log_prob: Tensor, q: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             return loss.policy_value(distributions.Sample(action, log_prob), q, log_temperature, batch)
@@ -179,6 +175,13 @@ class Gradients:
         own = tree.map(lambda leaf: leaf.squeeze(0), found_trunk)._replace(post_scale=post_scale)
         return _like(params, Actor(own, *heads)), found, Aux(tree.map(lambda leaf: leaf.squeeze(0), moved), metrics)
 
+    def next_policy(self, actor: Actor, stats: Stats, batch: Transition, noise: Tensor) -> distributions.Sample:
+        """Returns what `losses.next_policy` comes to; arguments as there."""
+        x = batch.next_observation.actor
+        dtype = _products(self.losses.dtype, x)
+        h = frozen_critics.activations(*tree.map(lambda leaf: leaf.unsqueeze(0), (actor.trunk, stats)), x, dtype)
+        return _sample(h[0], actor.trunk.post_scale, actor[1:], noise, dtype)
+
 
 def _joined(first: Tensor, second: Tensor) -> Tensor:
     return torch.cat([first, second])
@@ -187,6 +190,17 @@ def _joined(first: Tensor, second: Tensor) -> Tensor:
 def _products(dtype: torch.dtype, x: Tensor) -> torch.dtype:
     """Returns the type of the products; float64 inputs stay float64, for tests in higher precision."""
     return x.dtype if dtype == torch.float32 else dtype
+
+
+def _sample(
+    h: Tensor, post_scale: Tensor, heads: tuple[Tensor, ...], noise: Tensor, dtype: torch.dtype
+) -> distributions.Sample:
+    """Samples a policy from its last activations [B, H]; both heads are one product."""
+    mean_w, mean_b, std_w, std_b = heads
+    normal = networks.rms_norm(post_scale, h)
+    raw = _product(normal, torch.cat([mean_w, std_w]), dtype) + torch.cat([mean_b, std_b])
+    mean, deviation = raw.chunk(2, -1)
+    return distributions.sample(mean, networks.bounded(deviation), noise)
 
 
 def _unnormalise(dy: Tensor, saved: Normalised, norm: BatchNorm) -> tuple[Tensor, Tensor, Tensor]:

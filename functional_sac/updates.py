@@ -113,7 +113,8 @@ class Updates:
 
     def next_policy(self, actor: Actor, stats: Stats, batch: Transition, noise: Tensor) -> Sample:
         """Returns what the policy does in a batch's next observations; see `losses.Losses.next_policy`."""
-        return self.loss.next_policy(actor, stats, batch, noise)
+        policy = Gradients(self.loss) if self.fused else self.loss
+        return policy.next_policy(actor, stats, batch, noise)
 
     def critics(
         self, part: CriticPart, policy: Sample, log_temperature: Tensor, batch: Transition

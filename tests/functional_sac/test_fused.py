@@ -88,6 +88,14 @@ def test_the_actors_gradient(products: str, dtype: torch.dtype, tolerance: float
     agree(found, (grads, value, aux), tolerance)
 
 
+@pytest.mark.parametrize(("products", "dtype", "tolerance"), KINDS)
+@pytest.mark.parametrize("changes", SHAPES, ids=["even", "odd"])
+def test_the_next_policy(products: str, dtype: torch.dtype, tolerance: float, changes: dict) -> None:
+    loss, state = start(dtype, compute_dtype=products, **changes)
+    given = (state.actor.params, state.actor.stats, batch(dtype), keys.normal(keys.key(5), (12, 3)).to(dtype))
+    agree(fused.Gradients(loss).next_policy(*given), loss.next_policy(*given), tolerance)
+
+
 def test_three_fused_updates_are_three_updates() -> None:
     """In float32, from one state; the largest parameter is about 1."""
     states = []
