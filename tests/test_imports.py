@@ -67,8 +67,10 @@ SAC = {
     "batch_norm_kernels": "batch_norm_parts",
     "batch_norm_parts": "",
     "fused": "batch_norm distributions losses networks transition | step tree",
-    "updates": "config distributions envs fused losses networks transition | keys loss_scale optim parallel schedules step tree",
-    "cycle": "config distributions envs losses networks replay reward_scale transition updates | keys parallel schedules tree",
+    "updates": "config distributions envs fused losses networks transition | "
+    "keys loss_scale optim parallel schedules step tree",
+    "cycle": "config distributions envs losses networks replay reward_scale transition updates | "
+    "keys parallel schedules tree",
     "iteration": "acting config cycle envs losses noise replay reward_scale transition updates | capture keys parallel",
     "hosted": "envs iteration | capture tree",
     "replicas": "config iteration updates | parallel tree",
