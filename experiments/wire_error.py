@@ -67,9 +67,8 @@ def gradients(config: TrainConfig, spec: EnvSpec, state: TrainState, key: Tensor
     noise = keys.normal(actor_key, (2 * config.batch_size, spec.action_dim))
     after = keys.normal(critic_key, (config.batch_size, spec.action_dim))
     temperature = sac.temperature.params
-    goal = loss.critic_goal(
-        sac.target, sac.critic.stats.target, sac.actor.params, sac.actor.stats, temperature, batch, after
-    )
+    policy = loss.next_policy(sac.actor.params, sac.actor.stats, batch, after)
+    goal = loss.critic_goal(sac.target, sac.critic.stats.target, policy, temperature, batch)
     online = (sac.critic.params, sac.critic.stats.online)
     return {
         "critic": _gradient(loss.critic, sac.critic.params, sac.critic.stats, goal),

@@ -8,16 +8,17 @@ modulo the period is the cycle's static phase, so a cycle exists in a few varian
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from functional_sac import replay, reward_scale
 from functional_sac.config import SACConfig
+from functional_sac.distributions import Sample
 from functional_sac.envs.env import EnvSpec
 from functional_sac.losses import CriticStats
 from functional_sac.networks import Actor, Critic, Stats
@@ -27,6 +28,7 @@ from functional_sl import keys, schedules, tree
 from functional_sl.parallel.collectives import Collectives, mean_over_ranks, single
 
 Region = Callable[..., tuple[tree.Tree, Metrics]]  # (part, *inputs) -> (part, dict)
+Change = Callable[[SACState], tuple[SACState, Metrics]]
 
 
 class Learner(NamedTuple):
@@ -77,8 +79,8 @@ def make_learner(
       collectives: how gradients, and after every cycle the batch-norm statistics, meet those of other ranks; one
         rank by default. Ranks that start from one state but their keys keep one state but their keys.
       wrap: applied to the regions of which the cycle is composed, each `(part, *inputs) -> (part, dict)`: the
-        sampling, the critics' update, the policy's update, with several ranks the averaging of statistics, and the
-        means of metrics. It may compile them or map them over seeds.
+        sampling, the policy's update, its samples for the critics, the critics' update, with several ranks the
+        averaging of statistics, and the means of metrics. It may compile them or map them over seeds.
       fused: see `make_updates`; to be compiled, and not mapped.
       reserved: oldest rows of a full replay that are not sampled, see `replay.indices`.
     """
@@ -86,22 +88,27 @@ def make_learner(
     updates = make_updates(config, spec, across, fused)
     regions = _Regions(updates, across, reserved)
     cycle = _Cycle(
-        config, across.size, wrap(regions.sample), wrap(regions.policy), wrap(regions.critics), wrap(regions.average),
-        tuple(wrap(regions.summary) for _ in range(phases(config))),
+        config, across.size, wrap(regions.sample), wrap(regions.policy), wrap(regions.next_policies),
+        wrap(regions.critics), wrap(regions.average), tuple(wrap(regions.summary) for _ in range(phases(config))),
     )  # fmt: skip
 
     def update(
         state: SACState, batch: Transition, actor_noise: Tensor, critic_noise: Tensor, with_actor: bool
     ) -> tuple[SACState, Metrics]:
-        inputs = ((batch, actor_noise), (batch, critic_noise))
-        return _update(config, updates.policy, updates.critics, state, *inputs, with_actor)
+        def change_critics(state: SACState) -> tuple[SACState, Metrics]:
+            sample = updates.next_policy(state.actor.params, state.actor.stats, batch, critic_noise)
+            return _change_critics(updates.critics, state, sample, batch)
+
+        change_policy = functools.partial(_change_policy, updates.policy, inputs=(batch, actor_noise))
+        state, metrics = _update(config, state, change_policy if with_actor else None, change_critics)
+        return state._replace(updates=state.updates + 1), metrics
 
     return Learner(updates.init, update, cycle.run, phases(config), updates.rate)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Regions:
-    """The functions that may be compiled, over packed replay rows."""
+    """The functions that may be compiled. Each takes the rows of its own batch out of the replay."""
 
     updates: Updates
     across: Collectives
@@ -113,26 +120,34 @@ class _Regions:
         config, action_dim = self.updates.config, self.updates.spec.action_dim
         key, rows_key, noise_key = keys.split(key, 3)
         k, b = config.updates_per_step, config.batch_size
-        rows = replay.take(buffer, replay.indices(buffer, rows_key, (k * b,), self.reserved))
         divisor = reward_scale.denominator(scale, config.return_bound)
         return key, {
-            "rows": rearrange(rows, "(k b) width -> k b width", k=k),
+            "places": replay.indices(buffer, rows_key, (k, b), self.reserved),
             "noise": keys.normal(noise_key, (k, 3 * b, action_dim)),  # 2B rows for the actor, B for the critics
             "divisor": divisor if config.scale_rewards else torch.ones_like(divisor),
         }
 
     def policy(
-        self, part: PolicyPart, critic: Critic, stats: Stats, rows: Tensor, noise: Tensor, divisor: Tensor
-    ) -> tuple[PolicyPart, Metrics]:
+        self, part: PolicyPart, critic: Critic, stats: Stats, rows: Tensor, places: Tensor, divisor: Tensor,
+        noise: Tensor,
+    ) -> tuple[PolicyPart, Metrics]:  # fmt: skip
         noise = noise[: 2 * self.updates.config.batch_size]
-        return self.updates.policy(part, critic, stats, self._batch(rows, divisor), noise)
+        return self.updates.policy(part, critic, stats, self._batch(rows, places, divisor), noise)
+
+    def next_policies(
+        self, nothing: tuple[()], actor: Actor, stats: Stats, rows: Tensor, places: Tensor, divisor: Tensor,
+        noise: Tensor,
+    ) -> tuple[tuple[()], Metrics]:  # fmt: skip
+        """Samples for the critics of several updates at once: places [g, B], noise [g, 3B, A]."""
+        noise = noise[:, 2 * self.updates.config.batch_size :]
+        batch = self._batch(rows, places.flatten(), divisor)
+        sample = self.updates.next_policy(actor, stats, batch, noise.flatten(0, 1))
+        return nothing, {name: x.unflatten(0, places.shape) for name, x in sample._asdict().items()}
 
     def critics(
-        self, part: CriticPart, actor: Actor, stats: Stats, log_temperature: Tensor, rows: Tensor, noise: Tensor,
-        divisor: Tensor,
-    ) -> tuple[CriticPart, Metrics]:  # fmt: skip
-        noise = noise[2 * self.updates.config.batch_size :]
-        return self.updates.critics(part, actor, stats, log_temperature, self._batch(rows, divisor), noise)
+        self, part: CriticPart, policy: Sample, log_temperature: Tensor, rows: Tensor, places: Tensor, divisor: Tensor
+    ) -> tuple[CriticPart, Metrics]:
+        return self.updates.critics(part, policy, log_temperature, self._batch(rows, places, divisor))
 
     def average(self, stats: tuple[Stats, CriticStats]) -> tuple[tuple[Stats, CriticStats], Metrics]:
         return mean_over_ranks(self.across, stats), {}
@@ -143,10 +158,10 @@ class _Regions:
         means = {
             name: values[0] if len(values) == 1 else torch.stack(values).mean(0) for name, values in series.items()
         }
-        return updates, means
+        return updates + len(history), means
 
-    def _batch(self, rows: Tensor, divisor: Tensor) -> Transition:
-        batch = replay.unpack(rows, replay.fields(self.updates.spec))
+    def _batch(self, rows: Tensor, places: Tensor, divisor: Tensor) -> Transition:
+        batch = replay.unpack(rows.index_select(0, places), replay.fields(self.updates.spec))
         return batch._replace(reward=batch.reward / divisor)
 
 
@@ -158,6 +173,7 @@ class _Cycle:
     ranks: int
     sample: Region
     policy: Region
+    next_policies: Region
     critics: Region
     average: Region
     summaries: tuple[Region, ...]  # of each phase
@@ -166,48 +182,66 @@ class _Cycle:
         self, state: SACState, buffer: replay.ReplayState, scale: reward_scale.RewardScaleState, phase: int
     ) -> tuple[SACState, Metrics]:
         key, drawn = self.sample(state.key, buffer, scale)
-        state, history = state._replace(key=key), []
-        for k, acts in enumerate(with_actor(self.config, phase)):
-            inputs = (drawn["rows"].select(-3, k), drawn["noise"].select(-3, k), drawn["divisor"])
-            state, metrics = _update(self.config, self.policy, self.critics, state, inputs, inputs, acts)
+        state, history, samples = state._replace(key=key), [], []
+        acting = with_actor(self.config, phase)
+        for k, acts in enumerate(acting):
+            batch = (buffer.rows, drawn["places"].select(-2, k), drawn["divisor"])
+            inputs = (*batch, drawn["noise"].select(-3, k))
+            change_policy = functools.partial(_change_policy, self.policy, inputs=inputs) if acts else None
+            ahead = functools.partial(self._ahead, buffer.rows, drawn, k, _sharing(self.config, acting[k:]))
+            change_critics = functools.partial(self._change_critics, samples, ahead, batch)
+            state, metrics = _update(self.config, state, change_policy, change_critics)
             history.append(metrics)
         if self.ranks > 1:
             state = self._share_statistics(state)
         if len(history) == 1:
-            return state, history[0]
+            return state._replace(updates=state.updates + 1), history[0]
         updates, means = self.summaries[phase](state.updates, history)
         return state._replace(updates=updates), means
+
+    def _change_critics(
+        self, samples: list[Sample], ahead: Callable[[SACState], list[Sample]], batch: tuple, state: SACState
+    ) -> tuple[SACState, Metrics]:
+        if not samples:
+            samples.extend(ahead(state))
+        return _change_critics(self.critics, state, samples.pop(0), *batch)
+
+    def _ahead(self, rows: Tensor, drawn: Metrics, first: int, count: int, state: SACState) -> list[Sample]:
+        """Returns the samples of all updates, from the first one, that share the state's policy, made in one pass."""
+        places, noise = drawn["places"].narrow(-2, first, count), drawn["noise"].narrow(-3, first, count)
+        inputs = (state.actor.params, state.actor.stats, rows, places, drawn["divisor"], noise)
+        _, found = self.next_policies((), *inputs)
+        return [Sample(found["action"].select(-3, i), found["log_prob"].select(-2, i)) for i in range(count)]
 
     def _share_statistics(self, state: SACState) -> SACState:
         (actor, critic), _ = self.average((state.actor.stats, state.critic.stats))
         return state._replace(actor=state.actor._replace(stats=actor), critic=state.critic._replace(stats=critic))
 
 
-def _update(
-    config: SACConfig,
-    policy: Region,
-    critics: Region,
-    state: SACState,
-    policy_inputs: tuple,
-    critic_inputs: tuple,
-    with_actor: bool,
-) -> tuple[SACState, Metrics]:
-    """Runs one update in the config's order."""
+def _sharing(config: SACConfig, acting: tuple[bool, ...]) -> int:
+    """Returns for how many of these updates, from the first one, the critics meet one and the same policy."""
+    # An actor's update comes before the critics' of the same number, or with the critic first behind them.
+    changes = acting if config.critic_first else acting[1:]
+    return changes.index(True) + 1 if True in changes else len(acting)
 
-    def change_policy(state: SACState) -> tuple[SACState, Metrics]:
-        part = PolicyPart(state.actor, state.temperature, state.scale)
-        part, metrics = policy(part, state.critic.params, state.critic.stats.online, *policy_inputs)
-        return state._replace(**part._asdict()), metrics
 
-    def change_critics(state: SACState) -> tuple[SACState, Metrics]:
-        part = CriticPart(state.critic, state.target, state.scale)
-        frozen = (state.actor.params, state.actor.stats, state.temperature.params)
-        part, metrics = critics(part, *frozen, *critic_inputs)
-        return state._replace(**part._asdict()), metrics
+def _change_policy(policy: Region, state: SACState, inputs: tuple) -> tuple[SACState, Metrics]:
+    part = PolicyPart(state.actor, state.temperature, state.scale)
+    part, metrics = policy(part, state.critic.params, state.critic.stats.online, *inputs)
+    return state._replace(**part._asdict()), metrics
 
-    order = [change_policy, change_critics] if with_actor else [change_critics]
+
+def _change_critics(critics: Region, state: SACState, sample: Sample, *batch: tree.Tree) -> tuple[SACState, Metrics]:
+    part = CriticPart(state.critic, state.target, state.scale)
+    part, metrics = critics(part, sample, state.temperature.params, *batch)
+    return state._replace(**part._asdict()), metrics
+
+
+def _update(config: SACConfig, state: SACState, policy: Change | None, critics: Change) -> tuple[SACState, Metrics]:
+    """Runs one update in the config's order, but for its count."""
+    order = [critics] if policy is None else [policy, critics]
     metrics: Metrics = {}
     for change in reversed(order) if config.critic_first else order:
         state, found = change(state)
         metrics |= found
-    return state._replace(updates=state.updates + 1), metrics
+    return state, metrics

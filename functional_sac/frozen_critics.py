@@ -26,16 +26,7 @@ def lower_value(
       minimum: the lowest atom.
       maximum: the highest atom.
     """
-    trunk, ((norm, running), *rest) = critic.trunk, _norms(critic.trunk, stats)
-    slope, offset = running_norm.affine(norm, running)
-    y, w = (networks.padded(t).to(dtype) for t in (torch.addcmul(offset, x, slope), trunk.w))
-    h, tape = torch.bmm(y, w.mT), []
-    for block, first, second in zip(trunk.blocks, rest[::2], rest[1::2], strict=True):
-        w1, w2 = block.w1.to(dtype), block.w2.to(dtype)
-        raw = torch.bmm(h, w1.mT)
-        back = torch.bmm(running_norm.forward(raw, *first[0], *first[1], None), w2.mT)
-        h = running_norm.forward(back, *second[0], *second[1], h)
-        tape.append((w1, w2, raw, back, first, second))
+    h, w, slope, tape = _forward(critic.trunk, stats, x, dtype)
     value, dh = critic_heads.lower_value(h, critic, minimum, maximum)
     for w1, w2, raw, back, first, second in reversed(tape):
         d = torch.bmm(running_norm.backward(dh, back, *second[0], *second[1]), w2)
@@ -45,6 +36,26 @@ def lower_value(
     begin = observed // ALIGNMENT * ALIGNMENT
     dx = torch.bmm(dh, w[..., begin:])[..., observed - begin : x.shape[-1] - begin]
     return value, (dx * slope[..., observed:]).sum(0)
+
+
+def activations(trunk: Trunk, stats: Stats, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns what N stacked trunks make of their common input [B, I], before the RMS norm: [N, B, H]."""
+    return _forward(trunk, stats, x, dtype)[0]
+
+
+def _forward(trunk: Trunk, stats: Stats, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, list]:
+    """Returns activations, the first matrix and slope, and of every block what its backward pass reads."""
+    (norm, running), *rest = _norms(trunk, stats)
+    slope, offset = running_norm.affine(norm, running)
+    y, w = (networks.padded(t).to(dtype) for t in (torch.addcmul(offset, x, slope), trunk.w))
+    h, tape = torch.bmm(y, w.mT), []
+    for block, first, second in zip(trunk.blocks, rest[::2], rest[1::2], strict=True):
+        w1, w2 = block.w1.to(dtype), block.w2.to(dtype)
+        raw = torch.bmm(h, w1.mT)
+        back = torch.bmm(running_norm.forward(raw, *first[0], *first[1], None), w2.mT)
+        h = running_norm.forward(back, *second[0], *second[1], h)
+        tape.append((w1, w2, raw, back, first, second))
+    return h, w, slope, tape
 
 
 def _norms(trunk: Trunk, stats: Stats) -> list[tuple[BatchNorm, Stats]]:

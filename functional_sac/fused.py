@@ -52,15 +52,12 @@ class Gradients:
         params: Critic,
         stats: CriticStats,
         target: Critic,
-        actor: Actor,
-        actor_stats: Stats,
+        policy: distributions.Sample,
         log_temperature: Tensor,
         batch: Transition,
-        noise: Tensor,
     ) -> tuple[Critic, Tensor, Aux]:
         """Returns what `losses.critic` towards `losses.critic_goal` comes to; arguments as there."""
         loss = self.losses
-        policy = loss.next_policy(actor, actor_stats, batch, noise)
         x = torch.cat(loss.critic_input(batch, policy), -1)
         x, leaves = networks.padded(x), aligned([params.trunk, target.trunk], _products(loss.dtype, x))
         mean, inverse_std, *_, h = kept = trunk.forward(x, leaves, BN_EPS)
@@ -93,8 +90,7 @@ class Gradients:
         new = moved(old, mean, inverse_std, x.shape[0])
 
         def sample(raw: Tensor) -> distributions.Sample:
-            mean, deviation = raw.chunk(2, -1)
-            return distributions.sample(mean, networks.bounded(deviation), noise[:rows])
+            return _sample(raw, noise[:rows])
 
         def value(action: Tensor, log_prob: Tensor, q: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             return loss.policy_value(distributions.Sample(action, log_prob), q, log_temperature, batch)
@@ -115,7 +111,20 @@ class Gradients:
         own, new = tree.map(lambda leaf: leaf.squeeze(0), (of_trunk, new))
         return Actor(own, *heads), found, Aux(new, metrics)
 
+    def next_policy(self, actor: Actor, stats: Stats, batch: Transition, noise: Tensor) -> distributions.Sample:
+        """Returns what `losses.next_policy` comes to; arguments as there."""
+        x = batch.next_observation.actor
+        stacked = tree.map(lambda leaf: leaf.unsqueeze(0), (actor.trunk, stats))
+        h = frozen_critics.activations(*stacked, x, _products(self.losses.dtype, x))
+        return _sample(actor_head.forward(h, actor, x.dtype)[0], noise)
+
 
 def _products(dtype: torch.dtype, x: Tensor) -> torch.dtype:
     """Returns the type of the products; float64 inputs stay float64, for tests in higher precision."""
     return x.dtype if dtype == torch.float32 else dtype
+
+
+def _sample(raw: Tensor, noise: Tensor) -> distributions.Sample:
+    """Returns actions by means and raw deviations side by side, [B, 2A]."""
+    mean, deviation = raw.chunk(2, -1)
+    return distributions.sample(mean, networks.bounded(deviation), noise)

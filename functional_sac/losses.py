@@ -70,31 +70,30 @@ class Losses:
         self,
         target: Critic,
         target_stats: Stats,
-        actor: Actor,
-        actor_stats: Stats,
+        policy: distributions.Sample,
         log_temperature: Tensor,
         batch: Transition,
-        noise: Tensor,
     ) -> Goal:
         """Returns the projected Bellman target of the more pessimistic target critic; nothing is differentiated.
 
         Args:
           target: both target critics, stacked [2, ...]; their forward normalises by the batch.
           target_stats: their statistics, which it moves.
-          actor: policy parameters; evaluated with running statistics.
-          actor_stats: the policy's statistics.
+          policy: see `next_policy`.
           log_temperature: ().
           batch: [B, ...], rewards scaled.
-          noise: [B, A] standard normal.
         """
-        rows, policy = batch.reward.shape[0], self.next_policy(actor, actor_stats, batch, noise)
+        rows = batch.reward.shape[0]
         observation, action = self.critic_input(batch, policy)
         log_probs, target_stats = ensemble(target, target_stats, observation, action, training=True, dtype=self.dtype)
         probs, bonus = self.backup(log_probs[:, rows:], policy, log_temperature, batch)
         return Goal(probs, observation, action, target_stats, bonus)
 
     def next_policy(self, actor: Actor, stats: Stats, batch: Transition, noise: Tensor) -> distributions.Sample:
-        """Returns what the policy does in the next observations, by its running statistics."""
+        """Returns what the policy does in the next observations [B, ...], by its running statistics.
+
+        Each row stands by itself. `noise` is standard normal [B, A].
+        """
         after = batch.next_observation.actor
         (mean, log_std), _ = networks.actor(actor, stats, after, training=False, dtype=self.dtype)
         return distributions.sample(mean, log_std, noise)

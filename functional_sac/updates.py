@@ -16,6 +16,7 @@ from torch import Tensor
 from functional_sac import losses, networks
 from functional_sac.config import SACConfig
 from functional_sac.descent import descend
+from functional_sac.distributions import Sample
 from functional_sac.envs.env import EnvSpec
 from functional_sac.fused import Gradients
 from functional_sac.losses import Losses
@@ -115,20 +116,23 @@ class Updates:
         temperature, _, heat = self.temperature.update(part.temperature, aux.metrics["entropy"])
         return PolicyPart(actor, temperature, self._rescale(part.scale, ok)), {**aux.metrics, **heat.metrics}
 
+    def next_policy(self, actor: Actor, stats: Stats, batch: Transition, noise: Tensor) -> Sample:
+        """Returns what the policy does in a batch's next observations; see `losses.Losses.next_policy`."""
+        policy = Gradients(self.loss) if self.fused else self.loss
+        return policy.next_policy(actor, stats, batch, noise)
+
     def critics(
-        self, part: CriticPart, actor: Actor, stats: Stats, log_temperature: Tensor, batch: Transition, noise: Tensor
+        self, part: CriticPart, policy: Sample, log_temperature: Tensor, batch: Transition
     ) -> tuple[CriticPart, Metrics]:
         """Updates the critics, then moves the target towards them, unless the gate is closed.
 
         Args:
           part: what changes.
-          actor: the policy's parameters.
-          stats: its statistics.
+          policy: see `next_policy`.
           log_temperature: ().
           batch: [B, ...], rewards scaled.
-          noise: [B, A] standard normal.
         """
-        inputs = (actor, stats, log_temperature, batch, noise)
+        inputs = (policy, log_temperature, batch)
         if self.fused:
             critic, target, ok, aux = self._descend(self.critic, part.critic, part.target, (part.target, *inputs))
         else:

@@ -292,6 +292,8 @@ class Captured:
         # Of one dtype many copies are one kernel.
         for dtype in {target.dtype for target, _ in pairs}:
             chosen = [(t, s) for (t, _), s in zip(pairs, sources, strict=True) if t.dtype == dtype]
+            # A launch takes 64 tensors; what is left for the last one should be small.
+            chosen.sort(key=lambda pair: -pair[0].numel())
             torch._foreach_copy_(*map(list, zip(*chosen, strict=True)))
 
 

@@ -1,8 +1,9 @@
 """Threefry-2x32 and the numbers made from its words, which `keys` gives their names and shapes.
 
-Eagerly on a GPU a draw is one Triton kernel, and one of normal numbers is three; elsewhere, and in a compiled region,
-where Inductor fuses them, it is plain operations. Kernels change no bit of them; Inductor may round a normal number
-otherwise, by up to 5e-7. Where Triton or the C compiler that it needs is missing, a GPU runs the plain operations too.
+On a GPU a draw is one Triton kernel, and one of normal numbers is three, in a compiled region too: Inductor would hash
+anew for every number that is made of a draw. Elsewhere, and in an exported program, it is plain operations. Kernels
+change no bit of them; Inductor may round a normal number otherwise on a CPU, by up to 5e-7. Where Triton or the C
+compiler that it needs is missing, a GPU runs the plain operations too.
 Hash: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 """
 
@@ -51,10 +52,9 @@ def hashed(key: Tensor, count: Tensor) -> Tensor:
     Returns:
       [..., 2] int64.
     """
-    # A hash takes over a hundred torch operations: slow one by one, and on a CPU slow for Inductor to fuse.
+    # A hash takes over a hundred torch operations: slow one by one, and slow for Inductor to fuse.
     # An exported program keeps the plain operations, since it must run without this package.
-    cpu = key.device.type == "cpu"
-    if torch.compiler.is_exporting() if cpu else torch.compiler.is_compiling():
+    if torch.compiler.is_exporting():
         return _hash_torch(key, count)
     return torch.ops.functional_sl.threefry2x32(key, count)
 
@@ -70,7 +70,7 @@ def draw(key: Tensor, size: int, form: Form) -> Tensor:
     Returns:
       [..., size, 2] int64 of `words`, [..., size] int64 of `bits`, [..., size] float32 of the others.
     """
-    if key.device.type == "cpu" or torch.compiler.is_compiling():
+    if key.device.type == "cpu" or torch.compiler.is_exporting():
         return _draw_torch(key, size, form)
     return torch.ops.functional_sl.threefry_draw(key, size, form)
 

@@ -81,12 +81,14 @@ SAC = {
     "trunk": "batch_norm",
     "alignment_kernels": "",
     "alignment": "alignment_kernels networks | threefry tree",
-    "fused": "actor_head alignment critic_heads distributions frozen_critics losses networks transition trunk | step tree",
+    "fused": "actor_head alignment critic_heads distributions frozen_critics losses networks transition trunk | "
+    "step tree",
     "descent_kernels": "networks | optim",
     "descent": "descent_kernels networks | optim threefry tree wire",
-    "updates": "config descent envs fused losses networks transition | "
+    "updates": "config descent distributions envs fused losses networks transition | "
     "gate keys loss_scale optim parallel schedules step tree",
-    "cycle": "config envs losses networks replay reward_scale transition updates | keys parallel schedules tree",
+    "cycle": "config distributions envs losses networks replay reward_scale transition updates | "
+    "keys parallel schedules tree",
     "iteration": "acting config cycle envs losses noise replay reward_scale transition updates | capture keys parallel",
     "hosted": "envs iteration | capture tree",
     "replicas": "config iteration updates | parallel tree",

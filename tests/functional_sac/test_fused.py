@@ -66,7 +66,8 @@ SHAPES = [{}, {"num_blocks": 1, "critic_width": 5, "actor_width": 9, "bins": 7, 
 def test_the_critics_gradient(products: str, dtype: torch.dtype, tolerance: float, changes: dict) -> None:
     loss, state = start(dtype, compute_dtype=products, **changes)
     values, noise = batch(dtype), keys.normal(keys.key(5), (12, 3)).to(dtype)
-    frozen = (state.actor.params, state.actor.stats, state.temperature.params, values, noise)
+    policy = loss.next_policy(state.actor.params, state.actor.stats, values, noise)
+    frozen = (policy, state.temperature.params, values)
     goal = loss.critic_goal(state.target, state.critic.stats.target, *frozen)
     grads, (value, aux) = torch.func.grad_and_value(loss.critic, has_aux=True)(
         state.critic.params, state.critic.stats, goal
@@ -88,6 +89,14 @@ def test_the_actors_gradient(products: str, dtype: torch.dtype, tolerance: float
     agree(found, (grads, value, aux), tolerance)
 
 
+@pytest.mark.parametrize(("products", "dtype", "tolerance"), KINDS)
+@pytest.mark.parametrize("changes", SHAPES, ids=["even", "odd"])
+def test_the_next_policy(products: str, dtype: torch.dtype, tolerance: float, changes: dict) -> None:
+    loss, state = start(dtype, compute_dtype=products, **changes)
+    given = (state.actor.params, state.actor.stats, batch(dtype), keys.normal(keys.key(5), (12, 3)).to(dtype))
+    agree(fused.Gradients(loss).next_policy(*given), loss.next_policy(*given), tolerance)
+
+
 def test_three_fused_updates_are_three_updates() -> None:
     """In float32, from one state; the largest parameter is about 1."""
     states = []
@@ -101,8 +110,8 @@ def test_three_fused_updates_are_three_updates() -> None:
             policy, _ = made.policy(policy, *critic, values, noise[:24])
             state = state._replace(**policy._asdict())
             part = updates.CriticPart(state.critic, state.target, state.scale)
-            frozen = (state.actor.params, state.actor.stats, state.temperature.params)
-            part, _ = made.critics(part, *frozen, values, noise[24:])
+            sample = made.next_policy(state.actor.params, state.actor.stats, values, noise[24:])
+            part, _ = made.critics(part, sample, state.temperature.params, values)
             state = state._replace(**part._asdict())
         states.append((state.actor.params, state.critic.params, state.target, state.actor.stats, state.critic.stats))
     torch.testing.assert_close(states[1], states[0], rtol=0, atol=2e-5)
@@ -117,8 +126,8 @@ def test_numbers_that_are_not_finite_close_the_gate(where: str, number: float) -
     for leaf in tree.leaves(getattr(broken, where)):
         leaf.reshape(-1)[0] = number
     part = updates.CriticPart(state.critic, state.target, state.scale)
-    frozen = (state.actor.params, state.actor.stats, state.temperature.params)
-    after, _ = made.critics(part, *frozen, broken, keys.normal(keys.key(3), (12, 3)))
+    sample = made.next_policy(state.actor.params, state.actor.stats, broken, keys.normal(keys.key(3), (12, 3)))
+    after, _ = made.critics(part, sample, state.temperature.params, broken)
     assert tree.bits_equal((after.critic.params, after.target), (part.critic.params, part.target))
     assert after.critic.gate.skipped == 1
 

@@ -77,8 +77,9 @@ def test_critic(arrays: oracle.Arrays) -> None:
     params, online = oracle.critic(arrays)
     target, target_stats = oracle.critic(arrays, "init/target")
     functions = losses.make_losses(oracle.config(), 3)
-    policy = (*oracle.actor(arrays), log_temperature(arrays))
-    goal = functions.critic_goal(target, target_stats, *policy, oracle.batch(arrays, 0), arrays["batch/0/eps_next"])
+    batch = oracle.batch(arrays, 0)
+    policy = functions.next_policy(*oracle.actor(arrays), batch, arrays["batch/0/eps_next"])
+    goal = functions.critic_goal(target, target_stats, policy, log_temperature(arrays), batch)
     grads, (loss, aux) = torch.func.grad_and_value(functions.critic, has_aux=True)(
         params, CriticStats(online, target_stats), goal
     )
