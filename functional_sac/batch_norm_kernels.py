@@ -1,6 +1,6 @@
 """The Triton kernels of batch norm: a program takes a few features of one network through all rows.
 
-Rows are read twice, the second time from cache. Where features are few that would leave most of the GPU idle, and
+Rows are read twice, the second time from cache, which is told so. Where features are few that would leave most of the GPU idle, and
 `batch_norm_parts` takes over. Nothing is added atomically, so the same input gives the same bits.
 """
 
@@ -36,8 +36,8 @@ def _forward(
     for begin in range(0, rows, R):
         row = begin + tl.arange(0, R)
         mask = (row < rows)[:, None] & inside[None, :]
-        value = tl.load(source[None, :] + row[:, None] * x_row, mask=mask, other=0.0).to(tl.float32)
-        value = tl.where(mask, value - shift[None, :], 0.0)
+        value = tl.load(source[None, :] + row[:, None] * x_row, mask=mask, other=0.0, eviction_policy="evict_last")
+        value = tl.where(mask, value.to(tl.float32) - shift[None, :], 0.0)
         sums += value
         squares += value * value
     average = tl.sum(sums, 0) / rows
@@ -54,15 +54,15 @@ def _forward(
     for begin in range(0, rows, R):
         row = begin + tl.arange(0, R)
         mask = (row < rows)[:, None] & inside[None, :]
-        value = tl.load(source[None, :] + row[:, None] * x_row, mask=mask, other=0.0).to(tl.float32)
-        value = (value - average[None, :]) * slope[None, :] + offset[None, :]
+        value = tl.load(source[None, :] + row[:, None] * x_row, mask=mask, other=0.0, eviction_policy="evict_first")
+        value = (value.to(tl.float32) - average[None, :]) * slope[None, :] + offset[None, :]
         # NaN stays NaN: the gate must see it.
         value = tl.where(value < 0.0, 0.0, value)
         value = value.to(y.dtype.element_ty)
         if ADD:
             other = tl.load(residual + place[None, :] + row[:, None] * features, mask=mask, other=0.0)
             value = (value.to(tl.float32) + other.to(tl.float32)).to(y.dtype.element_ty)
-        tl.store(y + place[None, :] + row[:, None] * features, value, mask=mask)
+        tl.store(y + place[None, :] + row[:, None] * features, value, mask=mask, eviction_policy="evict_first")
 
 
 @triton.jit

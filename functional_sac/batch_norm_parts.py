@@ -231,7 +231,7 @@ def common_backward(dy: Tensor, x: Tensor, mean: Tensor, inverse_std: Tensor) ->
     networks, features = mean.shape
     dy, x = dy.contiguous(), x.contiguous()
     dscale, dbias = (mean.new_empty(mean.shape) for _ in range(2))
-    part, size = _parts(dy[..., :features], COMMON_ROWS)
+    part, size = _parts(dy[..., :features], ROWS)
     strides = (features, *dy.stride()[:2], 0, x.stride(0), mean.stride(0), dy.shape[1])
     # Without a ReLU neither scale nor bias is read.
     _backward_sums[_grid(features, networks, size["PARTS"])](

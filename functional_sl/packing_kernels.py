@@ -19,15 +19,16 @@ FLAGS = 1024  # of programs that are read at a time
 
 @triton.jit
 def _piece(
-    leaf, packed, bad, begin, START: tl.constexpr, SIZE: tl.constexpr, LENGTH: tl.constexpr, ROW: tl.constexpr,
-    COLUMN: tl.constexpr, PIECE: tl.constexpr,
+    leaf, packed, bad, begin, START: tl.constexpr, SIZE: tl.constexpr, LENGTH: tl.constexpr, ROWS: tl.constexpr,
+    MATRIX: tl.constexpr, ROW: tl.constexpr, COLUMN: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     place = begin + tl.arange(0, PIECE)
     inside = place < SIZE
-    if (ROW == LENGTH) and (COLUMN == 1):
+    if (MATRIX == ROWS * LENGTH) and (ROW == LENGTH) and (COLUMN == 1):
         source = leaf + place
     else:
-        source = leaf + (place // LENGTH) * ROW + (place % LENGTH) * COLUMN
+        row = place // LENGTH
+        source = leaf + (row // ROWS) * MATRIX + (row % ROWS) * ROW + (place % LENGTH) * COLUMN
     value = tl.load(source, mask=inside, other=0.0).to(packed.dtype.element_ty)
     tl.store(packed + START + place, value, mask=inside)
     # A comparison with NaN is false.
@@ -41,7 +42,7 @@ def _pack(leaves, packed, bad, PLAN: tl.constexpr, COUNT: tl.constexpr, PIECE: t
         if (program >= PLAN[i][0]) & (program < PLAN[i][1]):
             _piece(
                 leaves[i], packed, bad, (program - PLAN[i][0]) * PIECE, PLAN[i][2], PLAN[i][3], PLAN[i][4], PLAN[i][5],
-                PLAN[i][6], PIECE,
+                PLAN[i][6], PLAN[i][7], PLAN[i][8], PIECE,
             )  # fmt: skip
 
 
@@ -57,17 +58,22 @@ def _sentinel(bad, loss, packed, size, PROGRAMS: tl.constexpr, FLAGS: tl.constex
 
 def pack(leaves: Sequence[Tensor], loss: Tensor, dtype: torch.dtype) -> Tensor:
     """Launches `packing.pack`."""
-    rows = [leaf.reshape(-1, leaf.shape[-1] if leaf.ndim else 1) for leaf in leaves]
+    matrices = [_matrices(leaf) for leaf in leaves]
     plan, programs, size = [], 0, 0
-    for leaf in rows:
-        row, column = leaf.stride()
-        row = leaf.shape[1] if leaf.shape[0] == 1 else row
+    for leaf in matrices:
         last = programs + triton.cdiv(leaf.numel(), PIECE)
-        plan.append((programs, last, size, leaf.numel(), leaf.shape[1], row, column))
+        plan.append((programs, last, size, leaf.numel(), *leaf.shape[:0:-1], *leaf.stride()))
         programs = last
         size += leaf.numel()
     packed = torch.empty(size + 1, dtype=dtype, device=loss.device)
     bad = torch.empty(programs, dtype=torch.int32, device=loss.device)
-    _pack[(programs,)](tuple(rows), packed, bad, PLAN=tuple(plan), COUNT=len(plan), PIECE=PIECE)
+    _pack[(programs,)](tuple(matrices), packed, bad, PLAN=tuple(plan), COUNT=len(plan), PIECE=PIECE)
     _sentinel[(1,)](bad, loss, packed, size, PROGRAMS=programs, FLAGS=FLAGS)
     return packed
+
+
+def _matrices(leaf: Tensor) -> Tensor:
+    """Returns a leaf as [N, rows, length]; a copy only where it does not lie so."""
+    lead = leaf.shape[:-1]
+    length = leaf.shape[-1] if leaf.ndim else 1
+    return leaf.reshape(-1, lead[-1] if lead else 1, length)

@@ -180,9 +180,9 @@ def test_draws_inside_grad_and_compiled_regions_on_a_gpu():
     graphs = []
 
     def backend(module, inputs):
-        graphs.append(str(module.graph))
+        graphs.extend(str(node.target) for node in module.graph.nodes)
         return module
 
     compiled = torch.compile(lambda k: (keys.normal(k, (5,)), keys.split(k)), backend=backend, fullgraph=True)
     assert all(map(bits_equal, compiled(key), (e, keys.split(key))))
-    assert "threefry_draw" in graphs[0]
+    assert any(target.startswith("functional_sl") for target in graphs), graphs
