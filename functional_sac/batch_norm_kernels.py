@@ -1,7 +1,7 @@
 """The Triton kernels of batch norm: a program takes a few features of one network through all rows.
 
-Rows are read twice, the second time from cache, which is told so. Where features are few that would leave most of the GPU idle, and
-`batch_norm_parts` takes over. Nothing is added atomically, so the same input gives the same bits.
+Rows are read twice, the second time from cache, which is told so. Where features are few that would leave most of the
+GPU idle, and `batch_norm_parts` takes over. Nothing is added atomically, so the same input gives the same bits.
 """
 
 from __future__ import annotations
