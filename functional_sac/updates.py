@@ -15,10 +15,10 @@ from torch import Tensor
 
 from functional_sac import losses, networks
 from functional_sac.config import SACConfig
-from functional_sac.descent import descend
 from functional_sac.distributions import Sample
 from functional_sac.envs.env import EnvSpec
-from functional_sac.fused import Gradients
+from functional_sac.fused.descent import descend
+from functional_sac.fused.gradients import Gradients
 from functional_sac.losses import Losses
 from functional_sac.networks import Actor, Critic, Stats
 from functional_sac.transition import Transition

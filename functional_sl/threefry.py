@@ -53,8 +53,9 @@ def hashed(key: Tensor, count: Tensor) -> Tensor:
       [..., 2] int64.
     """
     # A hash takes over a hundred torch operations: slow one by one, and slow for Inductor to fuse.
-    # An exported program keeps the plain operations, since it must run without this package.
-    if torch.compiler.is_exporting():
+    # An exported program keeps the plain operations, since it must run without this package; programs are exported on
+    # a CPU. Torch 2.11 takes every compiled region for an export.
+    if key.device.type == "cpu" and torch.compiler.is_exporting():
         return _hash_torch(key, count)
     return torch.ops.functional_sl.threefry2x32(key, count)
 
@@ -70,7 +71,7 @@ def draw(key: Tensor, size: int, form: Form) -> Tensor:
     Returns:
       [..., size, 2] int64 of `words`, [..., size] int64 of `bits`, [..., size] float32 of the others.
     """
-    if key.device.type == "cpu" or torch.compiler.is_exporting():
+    if key.device.type == "cpu":
         return _draw_torch(key, size, form)
     return torch.ops.functional_sl.threefry_draw(key, size, form)
 

@@ -14,8 +14,9 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from functional_sac import actor_head, critic_heads, distributions, frozen_critics, networks, trunk
-from functional_sac.alignment import aligned
+from functional_sac import distributions, networks
+from functional_sac.fused import actor_head, critic_heads, frozen_critics, trunk
+from functional_sac.fused.alignment import aligned
 from functional_sac.losses import CriticStats, Losses
 from functional_sac.networks import BN_EPS, BN_MOMENTUM, Actor, BatchNorm, Block, Critic, Stats, Trunk
 from functional_sac.transition import Transition, critic_view

@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from functional_sac import categorical, networks, rms_norm
+from functional_sac import networks
+from functional_sac.fused import categorical, rms_norm
 from functional_sac.networks import RMS_EPS, Critic
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from functional_sac import categorical, distributions, losses, networks, rms_norm, value
+from functional_sac import distributions, losses, networks, value
 from functional_sac.config import SACConfig
+from functional_sac.fused import categorical, rms_norm
 from functional_sac.transition import Observation, Transition
 from functional_sl import keys
 

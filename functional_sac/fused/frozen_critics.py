@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from functional_sac import critic_heads, networks, running_norm
+from functional_sac import networks
+from functional_sac.fused import critic_heads, running_norm
 from functional_sac.networks import ALIGNMENT, BatchNorm, Critic, Stats, Trunk
 
 

@@ -115,7 +115,7 @@ def skeleton(network: str, count: int) -> Actor | Critic:
 
 
 if builds_kernels():
-    from functional_sac import descent_kernels
+    from functional_sac.fused import descent_kernels
 
     @_descend.register_kernel("cuda")
     def _(

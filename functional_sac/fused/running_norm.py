@@ -58,7 +58,7 @@ def _(dy: Tensor, x: Tensor, scale: Tensor, bias: Tensor, mean: Tensor, var: Ten
 
 
 if builds_kernels():
-    from functional_sac import running_norm_kernels
+    from functional_sac.fused import running_norm_kernels
 
     forward.register_kernel("cuda")(lambda *given: running_norm_kernels.forward(*given, BN_EPS))
     backward.register_kernel("cuda")(lambda *given: running_norm_kernels.backward(*given, BN_EPS))

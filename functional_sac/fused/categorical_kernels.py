@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from functional_sac import row_parts
+from functional_sac.fused import row_parts
 
 
 @triton.jit

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from functional_sac import batch_norm_parts
-from functional_sac.batch_norm_parts import tile
+from functional_sac.fused import batch_norm_parts
+from functional_sac.fused.batch_norm_parts import tile
 
 TILE = 16384  # elements that a program holds at a time
 FORWARD_WIDTH, BACKWARD_WIDTH = 32, 16  # features of a program

@@ -63,7 +63,7 @@ def _(leaves: Sequence[Tensor], widths: Sequence[int], dtype: torch.dtype) -> li
 
 
 if builds_kernels():
-    from functional_sac import alignment_kernels
+    from functional_sac.fused import alignment_kernels
 
     @_align.register_kernel("cuda")
     def _(leaves: Sequence[Tensor], widths: Sequence[int], dtype: torch.dtype) -> list[Tensor]:

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from functional_sac import networks, running_norm
+from functional_sac import networks
+from functional_sac.fused import running_norm
 from functional_sl import keys
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from functional_sac import row_parts, value
+from functional_sac import value
+from functional_sac.fused import row_parts
 from functional_sl.threefry import builds_kernels
 
 ROWS = 8  # of a part
@@ -108,7 +109,7 @@ def _log_probs(logits: Tensor, bias: Tensor) -> Tensor:
 
 
 if builds_kernels():
-    from functional_sac import categorical_kernels
+    from functional_sac.fused import categorical_kernels
 
     loss.register_kernel("cuda")(lambda *given: categorical_kernels.loss(*given, ROWS))
     lower_value.register_kernel("cuda")(categorical_kernels.lower_value)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from functional_sac import descent, networks
+from functional_sac import networks
+from functional_sac.fused import descent
 from functional_sac.networks import Actor, Critic
 from functional_sl import keys, optim, tree, wire
 

@@ -15,7 +15,7 @@ from functional_sl.threefry import builds_kernels
 
 KERNELS = builds_kernels()
 if KERNELS:
-    from functional_sac import batch_norm_kernels, batch_norm_parts
+    from functional_sac.fused import batch_norm_kernels, batch_norm_parts
 
 
 def common(

@@ -7,9 +7,10 @@ import dataclasses
 import pytest
 import torch
 
-from functional_sac import batch_norm, fused, losses, trunk, updates
+from functional_sac import losses, updates
 from functional_sac.config import SACConfig
 from functional_sac.envs.env import EnvSpec
+from functional_sac.fused import batch_norm, gradients, trunk
 from functional_sac.transition import Observation, Transition
 from functional_sl import keys, tree
 from functional_sl.parallel.collectives import single
@@ -72,7 +73,7 @@ def test_the_critics_gradient(products: str, dtype: torch.dtype, tolerance: floa
     grads, (value, aux) = torch.func.grad_and_value(loss.critic, has_aux=True)(
         state.critic.params, state.critic.stats, goal
     )
-    found = fused.Gradients(loss).critic(state.critic.params, state.critic.stats, state.target, *frozen)
+    found = gradients.Gradients(loss).critic(state.critic.params, state.critic.stats, state.target, *frozen)
     agree(found, (grads, value, aux), tolerance)
 
 
@@ -85,7 +86,7 @@ def test_the_actors_gradient(products: str, dtype: torch.dtype, tolerance: float
     grads, (value, aux) = torch.func.grad_and_value(loss.actor, has_aux=True)(
         state.actor.params, state.actor.stats, *frozen
     )
-    found = fused.Gradients(loss).actor(state.actor.params, state.actor.stats, *frozen)
+    found = gradients.Gradients(loss).actor(state.actor.params, state.actor.stats, *frozen)
     agree(found, (grads, value, aux), tolerance)
 
 
@@ -94,7 +95,7 @@ def test_the_actors_gradient(products: str, dtype: torch.dtype, tolerance: float
 def test_the_next_policy(products: str, dtype: torch.dtype, tolerance: float, changes: dict) -> None:
     loss, state = start(dtype, compute_dtype=products, **changes)
     given = (state.actor.params, state.actor.stats, batch(dtype), keys.normal(keys.key(5), (12, 3)).to(dtype))
-    agree(fused.Gradients(loss).next_policy(*given), loss.next_policy(*given), tolerance)
+    agree(gradients.Gradients(loss).next_policy(*given), loss.next_policy(*given), tolerance)
 
 
 def test_three_fused_updates_are_three_updates() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from functional_sac import alignment, networks
+from functional_sac import networks
+from functional_sac.fused import alignment
 from functional_sac.networks import Trunk
 from functional_sl import keys, tree
 

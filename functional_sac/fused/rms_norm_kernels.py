@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from functional_sac import row_parts
+from functional_sac.fused import row_parts
 
 TILE = 2048  # elements that a program of the forward pass holds at a time
 

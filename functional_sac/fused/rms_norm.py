@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from functional_sac import row_parts
+from functional_sac.fused import row_parts
 from functional_sl.threefry import builds_kernels
 
 ROWS = 16  # of a part of the backward pass
@@ -67,7 +67,7 @@ def _(dy: Tensor, x: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor]
 
 
 if builds_kernels():
-    from functional_sac import rms_norm_kernels
+    from functional_sac.fused import rms_norm_kernels
 
     forward.register_kernel("cuda")(rms_norm_kernels.forward)
     backward.register_kernel("cuda")(lambda *given: rms_norm_kernels.backward(*given, ROWS))

@@ -1,7 +1,7 @@
 """The trunks of stacked networks forward and backward as one operator each: a schedule of products and batch norms.
 
 A compiler would see each launch as an operation of its own and copy where an operator may write in place. Who calls
-these, and with what, is `fused`.
+these, and with what, is `gradients`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from functional_sac import batch_norm
+from functional_sac.fused import batch_norm
 
 INPUT, LEAVES, KEPT = 3, 6, 4  # tensors of the input and of a block in the list of leaves; of a block in what is kept
 
