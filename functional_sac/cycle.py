@@ -24,7 +24,7 @@ from functional_sac.losses import CriticStats
 from functional_sac.networks import Actor, Critic, Stats
 from functional_sac.transition import Transition
 from functional_sac.updates import CriticPart, Metrics, PolicyPart, SACState, Updates, make_updates
-from functional_sl import keys, schedules, tree
+from functional_sl import kernels, keys, schedules, tree
 from functional_sl.parallel.collectives import Collectives, mean_over_ranks, single
 
 Region = Callable[..., tuple[tree.Tree, Metrics]]  # (part, *inputs) -> (part, dict)
@@ -87,9 +87,13 @@ def make_learner(
     across = collectives or single()
     updates = make_updates(config, spec, across, fused)
     regions = _Regions(updates, across, reserved)
+
+    def built(region: Region) -> Region:
+        return kernels.ahead(region, wrap(region)) if fused else wrap(region)
+
     cycle = _Cycle(
-        config, across.size, wrap(regions.sample), wrap(regions.policy), wrap(regions.next_policies),
-        wrap(regions.critics), wrap(regions.average), tuple(wrap(regions.summary) for _ in range(phases(config))),
+        config, across.size, built(regions.sample), built(regions.policy), built(regions.next_policies),
+        built(regions.critics), wrap(regions.average), tuple(wrap(regions.summary) for _ in range(phases(config))),
     )  # fmt: skip
 
     def update(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from functional_sl import tree, wire
-from functional_sl.threefry import builds_kernels
+from functional_sl.kernels import buildable
 from functional_sl.tree import Tree
 
 
@@ -48,7 +48,7 @@ def _(leaves: Sequence[Tensor], loss: Tensor, dtype: torch.dtype) -> Tensor:
     return loss.new_empty((sum(leaf.numel() for leaf in leaves) + 1,), dtype=dtype)
 
 
-if builds_kernels():
+if buildable():
     from functional_sl import packing_kernels
 
     _pack.register_kernel("cuda")(packing_kernels.pack)

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from functional_sl.kernels import launch
+
 PIECE = 2048  # elements of a program
 FLAGS = 1024  # of programs that are read at a time
 
@@ -67,8 +69,8 @@ def pack(leaves: Sequence[Tensor], loss: Tensor, dtype: torch.dtype) -> Tensor:
         size += leaf.numel()
     packed = torch.empty(size + 1, dtype=dtype, device=loss.device)
     bad = torch.empty(programs, dtype=torch.int32, device=loss.device)
-    _pack[(programs,)](tuple(matrices), packed, bad, PLAN=tuple(plan), COUNT=len(plan), PIECE=PIECE)
-    _sentinel[(1,)](bad, loss, packed, size, PROGRAMS=programs, FLAGS=FLAGS)
+    launch(_pack, (programs,), tuple(matrices), packed, bad, PLAN=tuple(plan), COUNT=len(plan), PIECE=PIECE)
+    launch(_sentinel, (1,), bad, loss, packed, size, PROGRAMS=programs, FLAGS=FLAGS)
     return packed
 
 

@@ -9,16 +9,15 @@ Hash: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import os
-import shutil
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from functional_sl.kernels import buildable
 
 Word = int | Tensor
 Form = Literal["words", "bits", "fraction", "normal"]
@@ -199,12 +198,6 @@ def _batch_first(x: Tensor, dim: int | None, missing: int) -> Tensor:
     return x if dim is None else x.movedim(dim, 0)[(slice(None), *[None] * missing)]
 
 
-def builds_kernels() -> bool:
-    """Tells whether Triton is there, and a C compiler, with which it builds what launches a kernel."""
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-    return importlib.util.find_spec("triton") is not None and bool(compiler)
-
-
 # torch.library.custom_op would say the same at three times the cost of a call. An operator can be registered once in a
 # process, while a module may be imported anew.
 if not hasattr(torch.ops.functional_sl, "threefry2x32"):
@@ -217,6 +210,6 @@ if not hasattr(torch.ops.functional_sl, "threefry2x32"):
     torch.library.impl("functional_sl::threefry_draw", "default", _draw_torch)
     torch.library.register_fake("functional_sl::threefry_draw", _draw_fake)
     torch.library.register_vmap("functional_sl::threefry_draw", _draw_vmap)
-    if builds_kernels():
+    if buildable():
         torch.library.impl("functional_sl::threefry2x32", "cuda", _hash_cuda)
         torch.library.impl("functional_sl::threefry_draw", "cuda", _draw_cuda)

@@ -19,8 +19,9 @@ PACKAGES = ("functional_sl", "functional_sac")
 # A room is a module or a folder of a package; each may import the rooms that stand behind it, and itself.
 SL = {
     "tree": "",
+    "kernels": "tree",
     "threefry_kernels": "",
-    "threefry": "threefry_kernels",
+    "threefry": "kernels threefry_kernels",
     "keys": "threefry",
     "schedules": "",
     "gate": "tree",
@@ -31,8 +32,8 @@ SL = {
     "motions": "run sim tree",
     "optim": "tree schedules",
     "parallel": "tree wire",
-    "packing_kernels": "",
-    "packing": "packing_kernels threefry tree wire",
+    "packing_kernels": "kernels",
+    "packing": "kernels packing_kernels tree wire",
     "step": "tree wire gate optim packing parallel",
     "run": "parallel tree",
     "report": "bundle inspection run",
@@ -65,11 +66,11 @@ SAC = {
     "replay": "envs transition | keys",
     "acting": "networks | keys",
     "losses": "config distributions networks transition value | step tree",
-    "fused": "distributions losses networks transition value | optim step threefry tree wire",
+    "fused": "distributions losses networks transition value | kernels optim step tree wire",
     "updates": "config distributions envs fused losses networks transition | "
     "gate keys loss_scale optim parallel schedules step tree",
     "cycle": "config distributions envs losses networks replay reward_scale transition updates | "
-    "keys parallel schedules tree",
+    "kernels keys parallel schedules tree",
     "iteration": "acting config cycle envs losses noise replay reward_scale transition updates | capture keys parallel",
     "hosted": "envs iteration | capture tree",
     "replicas": "config iteration updates | parallel tree",

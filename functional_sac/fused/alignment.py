@@ -15,7 +15,7 @@ from torch import Tensor
 from functional_sac import networks
 from functional_sac.networks import Trunk
 from functional_sl import tree
-from functional_sl.threefry import builds_kernels
+from functional_sl.kernels import buildable
 
 INPUT_WEIGHT = 2  # its place among the leaves
 
@@ -62,7 +62,7 @@ def _(leaves: Sequence[Tensor], widths: Sequence[int], dtype: torch.dtype) -> li
     return [leaves[0].new_empty(shape, dtype=kind) for shape, kind in shapes(leaves, widths, dtype)]
 
 
-if builds_kernels():
+if buildable():
     from functional_sac.fused import alignment_kernels
 
     @_align.register_kernel("cuda")

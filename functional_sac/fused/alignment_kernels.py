@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from functional_sl.kernels import launch
+
 PIECE = 2048  # elements of a program
 
 
@@ -47,4 +49,6 @@ def align(leaves: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         plan.append((first, first + triton.cdiv(size, PIECE), starts[n], size, length, width))
         first, starts[n] = plan[-1][1], starts[n] + size
     given = tuple(leaf.contiguous() for leaf in leaves)
-    _align[(first,)](given, tuple(outputs), PLAN=tuple(plan), COUNT=len(plan), OUTPUTS=len(outputs), PIECE=PIECE)
+    launch(
+        _align, (first,), given, tuple(outputs), PLAN=tuple(plan), COUNT=len(plan), OUTPUTS=len(outputs), PIECE=PIECE,
+    )  # fmt: skip

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from functional_sl.threefry import builds_kernels
+from functional_sl.kernels import buildable
 
-KERNELS = builds_kernels()
+KERNELS = buildable()
 if KERNELS:
     from functional_sac.fused import batch_norm_kernels, batch_norm_parts
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from functional_sac.fused import batch_norm_parts
 from functional_sac.fused.batch_norm_parts import tile
+from functional_sl.kernels import launch
 
 TILE = 16384  # elements that a program holds at a time
 FORWARD_WIDTH, BACKWARD_WIDTH = 32, 16  # features of a program
@@ -122,9 +123,10 @@ def forward(
     if _programs(x, FORWARD_WIDTH) < PROGRAMS:
         batch_norm_parts.forward(x, scale, bias, added, (y, mean, inverse_std), eps)
         return y
-    _forward[_grid(x, FORWARD_WIDTH)](
-        x, scale, bias, added, y, mean, inverse_std, features, *x.stride()[:2], mean.stride(0), eps, rows=rows,
-        ADD=residual is not None, R=_rows(rows, FORWARD_WIDTH), F=FORWARD_WIDTH, num_warps=16,
+    launch(
+        _forward, _grid(x, FORWARD_WIDTH), x, scale, bias, added, y, mean, inverse_std, features, *x.stride()[:2],
+        mean.stride(0), eps, rows=rows, ADD=residual is not None, R=_rows(rows, FORWARD_WIDTH), F=FORWARD_WIDTH,
+        num_warps=16,
     )  # fmt: skip
     return y
 
@@ -141,10 +143,10 @@ def backward(
     if _programs(x, BACKWARD_WIDTH) < PROGRAMS:
         batch_norm_parts.backward(dy, x, (scale, bias, mean, inverse_std), outputs)
         return dx, dscale, dbias
-    _backward[_grid(x, BACKWARD_WIDTH)](
-        dy, x, scale, bias, mean, inverse_std, *outputs, features, *dy.stride()[:2], *x.stride()[:2], mean.stride(0),
-        given=dy.shape[1], rows=rows, WHOLE=whole is not None, R=_rows(rows, BACKWARD_WIDTH), F=BACKWARD_WIDTH,
-        num_warps=8,
+    launch(
+        _backward, _grid(x, BACKWARD_WIDTH), dy, x, scale, bias, mean, inverse_std, *outputs, features,
+        *dy.stride()[:2], *x.stride()[:2], mean.stride(0), given=dy.shape[1], rows=rows, WHOLE=whole is not None,
+        R=_rows(rows, BACKWARD_WIDTH), F=BACKWARD_WIDTH, num_warps=8,
     )  # fmt: skip
     return dx, dscale, dbias
 

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from functional_sl.kernels import launch
+
 ROWS, COMMON_ROWS = 256, 128  # of a program
 WIDTH = 32  # features of a program
 
@@ -193,9 +195,12 @@ def forward(x: Tensor, scale: Tensor, bias: Tensor, residual: Tensor, outputs: t
     """Launches `batch_norm.forward` into (y, mean, inverse_std); a residual that is y itself is none."""
     part, size = _parts(x, ROWS)
     source, grid = (x.shape[2], *x.stride()[:2]), _grid(x.shape[2], x.shape[0], size["PARTS"])
-    _forward_sums[grid](x, part, *source, **size)
+    launch(_forward_sums, grid, x, part, *source, **size)
     strides = (*source, outputs[1].stride(0))
-    _forward_rest[grid](x, part, scale, bias, residual, *outputs, *strides, eps, ADD=residual is not outputs[0], **size)
+    launch(
+        _forward_rest, grid, x, part, scale, bias, residual, *outputs, *strides, eps, ADD=residual is not outputs[0],
+        **size,
+    )  # fmt: skip
 
 
 def backward(dy: Tensor, x: Tensor, saved: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
@@ -206,8 +211,8 @@ def backward(dy: Tensor, x: Tensor, saved: tuple[Tensor, ...], outputs: tuple[Te
     part, size = _parts(x, ROWS)
     grid = _grid(x.shape[2], x.shape[0], size["PARTS"])
     strides = (x.shape[2], *dy.stride()[:2], *x.stride()[:2], saved[2].stride(0), dy.shape[1])
-    _backward_sums[grid](dy, x, *saved, part, *strides, RELU=True, **size)
-    _backward_rest[grid](dy, x, *saved, part, *outputs, *strides, WHOLE=outputs[0] is not outputs[1], **size)
+    launch(_backward_sums, grid, dy, x, *saved, part, *strides, RELU=True, **size)
+    launch(_backward_rest, grid, dy, x, *saved, part, *outputs, *strides, WHOLE=outputs[0] is not outputs[1], **size)
 
 
 def common(
@@ -218,10 +223,10 @@ def common(
     x, scale, bias, width = x.contiguous(), scale.contiguous(), bias.contiguous(), x.shape[1]
     part, size = _parts(x[None, :, :features], COMMON_ROWS)
     y = torch.empty(networks, *x.shape, dtype=dtype, device=x.device)
-    _forward_sums[_grid(features, 1, size["PARTS"])](x, part, features, 0, width, **size)
-    _common_rest[_grid(width, 1, size["PARTS"])](
-        x, part, scale, bias, y, mean, inverse_std, features, width, width, mean.stride(0), eps, NETWORKS=networks,
-        **size,
+    launch(_forward_sums, _grid(features, 1, size["PARTS"]), x, part, features, 0, width, **size)
+    launch(
+        _common_rest, _grid(width, 1, size["PARTS"]), x, part, scale, bias, y, mean, inverse_std, features, width,
+        width, mean.stride(0), eps, NETWORKS=networks, **size,
     )  # fmt: skip
     return y
 
@@ -234,10 +239,14 @@ def common_backward(dy: Tensor, x: Tensor, mean: Tensor, inverse_std: Tensor) ->
     part, size = _parts(dy[..., :features], ROWS)
     strides = (features, *dy.stride()[:2], 0, x.stride(0), mean.stride(0), dy.shape[1])
     # Without a ReLU neither scale nor bias is read.
-    _backward_sums[_grid(features, networks, size["PARTS"])](
-        dy, x, dscale, dbias, mean, inverse_std, part, *strides, RELU=False, **size
-    )
-    _add_parts[_grid(features, networks, 1)](part, dscale, dbias, features, PARTS=size["PARTS"], F=WIDTH, num_warps=4)
+    launch(
+        _backward_sums, _grid(features, networks, size["PARTS"]), dy, x, dscale, dbias, mean, inverse_std, part,
+        *strides, RELU=False, **size,
+    )  # fmt: skip
+    launch(
+        _add_parts, _grid(features, networks, 1), part, dscale, dbias, features, PARTS=size["PARTS"], F=WIDTH,
+        num_warps=4,
+    )  # fmt: skip
     return dscale, dbias
 
 

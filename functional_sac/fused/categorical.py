@@ -12,7 +12,7 @@ from torch import Tensor
 
 from functional_sac import value
 from functional_sac.fused import row_parts
-from functional_sl.threefry import builds_kernels
+from functional_sl.kernels import buildable
 
 ROWS = 8  # of a part
 
@@ -108,7 +108,7 @@ def _log_probs(logits: Tensor, bias: Tensor) -> Tensor:
     return torch.log_softmax(logits[..., : bias.shape[-1]].to(bias.dtype) + bias.unsqueeze(1), -1)
 
 
-if builds_kernels():
+if buildable():
     from functional_sac.fused import categorical_kernels
 
     loss.register_kernel("cuda")(lambda *given: categorical_kernels.loss(*given, ROWS))

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from functional_sac.fused import row_parts
+from functional_sl.kernels import launch
 
 
 @triton.jit
@@ -141,8 +142,8 @@ def loss(
     dlogits = torch.empty(2, rows, width, dtype=logits.dtype, device=logits.device)
     given = (t.contiguous() for t in (logits, bias, target_bias, reward, terminated.view(torch.uint8), entropy_term))
     step = (maximum - minimum) / (bins - 1)
-    _loss[count,](
-        *given, part, dlogits, dbias, rows, bins, minimum, maximum, step, discount, 1 / (2 * rows),
+    launch(
+        _loss, (count,), *given, part, dlogits, dbias, rows, bins, minimum, maximum, step, discount, 1 / (2 * rows),
         W=width, NEAR=math.ceil(2 / discount) + 1, R=size, K=triton.next_power_of_2(width), num_warps=8,
     )  # fmt: skip
     return part, dlogits, dbias
@@ -153,8 +154,8 @@ def lower_value(logits: Tensor, bias: Tensor, minimum: float, maximum: float) ->
     (_, rows, width), bins, size = logits.shape, bias.shape[-1], 8
     lower = torch.empty(rows, dtype=torch.float32, device=bias.device)
     dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    _lower_value[triton.cdiv(rows, size),](
-        logits.contiguous(), bias.contiguous(), lower, dlogits, rows, bins, minimum, (maximum - minimum) / (bins - 1),
-        W=width, R=size, K=triton.next_power_of_2(width), num_warps=8,
+    launch(
+        _lower_value, (triton.cdiv(rows, size),), logits.contiguous(), bias.contiguous(), lower, dlogits, rows, bins,
+        minimum, (maximum - minimum) / (bins - 1), W=width, R=size, K=triton.next_power_of_2(width), num_warps=8,
     )  # fmt: skip
     return lower, dlogits

@@ -16,8 +16,8 @@ from torch import Tensor
 from functional_sac import networks
 from functional_sac.networks import Actor, BatchNorm, Block, Critic, Trunk
 from functional_sl import optim, tree, wire
+from functional_sl.kernels import buildable
 from functional_sl.optim import AdamState
-from functional_sl.threefry import builds_kernels
 
 BLOCK_LEAVES, TRUNK_LEAVES = 6, 4  # of a block, and of a trunk without its blocks
 
@@ -114,7 +114,7 @@ def skeleton(network: str, count: int) -> Actor | Critic:
     return kind(Trunk(norm, 0, blocks, 0), *[0] * heads)
 
 
-if builds_kernels():
+if buildable():
     from functional_sac.fused import descent_kernels
 
     @_descend.register_kernel("cuda")

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from functional_sac.networks import NORM_EPS
+from functional_sl.kernels import launch
 from functional_sl.optim import B1, B2, EPS
 
 TILE = 1024  # elements that a program holds at a time, unless its row is longer
@@ -125,9 +126,9 @@ def descend(
     new = [torch.empty_like(leaf) for leaf in (*leaves, *vectors[1:])]
     own, plan = len(params), _plan(names, tuple(tuple(leaf.shape) for leaf in params))
     # Without a target the last leaves are those of the parameters, which nobody then reads or writes.
-    _descend[(plan[-1][1],)](
-        tuple(leaves[:own]), tuple(leaves[-own:]), vectors, *numbers, tuple(new[:own]), tuple(new[-own - 2 : -2]),
-        tuple(new[-2:]), PLAN=plan, COUNT=len(plan), AVERAGE=bool(target), TAU=tau,
+    launch(
+        _descend, (plan[-1][1],), tuple(leaves[:own]), tuple(leaves[-own:]), vectors, *numbers, tuple(new[:own]),
+        tuple(new[-own - 2 : -2]), tuple(new[-2:]), PLAN=plan, COUNT=len(plan), AVERAGE=bool(target), TAU=tau,
     )  # fmt: skip
     return new
 

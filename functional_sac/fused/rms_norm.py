@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from functional_sac.fused import row_parts
-from functional_sl.threefry import builds_kernels
+from functional_sl.kernels import buildable
 
 ROWS = 16  # of a part of the backward pass
 
@@ -66,7 +66,7 @@ def _(dy: Tensor, x: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor]
     return x.new_empty(x.shape), scale.new_empty(row_parts.count(rows, ROWS), networks, width)
 
 
-if builds_kernels():
+if buildable():
     from functional_sac.fused import rms_norm_kernels
 
     forward.register_kernel("cuda")(rms_norm_kernels.forward)

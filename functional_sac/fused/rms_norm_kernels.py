@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from functional_sac.fused import row_parts
+from functional_sl.kernels import launch
 
 TILE = 2048  # elements that a program of the forward pass holds at a time
 
@@ -64,9 +65,10 @@ def forward(x: Tensor, scale: Tensor, dtype: torch.dtype, eps: float) -> Tensor:
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
     columns = triton.next_power_of_2(width)
     tile = max(1, TILE // columns)
-    _forward[triton.cdiv(rows, tile), x.numel() // (rows * width)](
-        x, scale, y, networks, rows, width, *strides, eps, R=tile, H=columns, num_warps=4
-    )
+    launch(
+        _forward, (triton.cdiv(rows, tile), x.numel() // (rows * width)), x, scale, y, networks, rows, width, *strides,
+        eps, R=tile, H=columns, num_warps=4,
+    )  # fmt: skip
     return y
 
 
@@ -76,9 +78,9 @@ def backward(dy: Tensor, x: Tensor, scale: Tensor, eps: float, size: int) -> tup
     networks, rows, width = x.shape
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     part = torch.empty(row_parts.count(rows, size), networks, width, dtype=torch.float32, device=x.device)
-    _backward[triton.cdiv(rows, size), networks](
-        dy, x, scale, dx, part, rows, width, *dy.stride()[:2], *x.stride()[:2], eps,
-        R=size, H=triton.next_power_of_2(width), num_warps=8,
+    launch(
+        _backward, (triton.cdiv(rows, size), networks), dy, x, scale, dx, part, rows, width, *dy.stride()[:2],
+        *x.stride()[:2], eps, R=size, H=triton.next_power_of_2(width), num_warps=8,
     )  # fmt: skip
     return dx, part
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from functional_sac.networks import BN_EPS, BatchNorm, Stats
-from functional_sl.threefry import builds_kernels
+from functional_sl.kernels import buildable
 
 
 def affine(norm: BatchNorm, stats: Stats) -> tuple[Tensor, Tensor]:
@@ -57,7 +57,7 @@ def _(dy: Tensor, x: Tensor, scale: Tensor, bias: Tensor, mean: Tensor, var: Ten
     return x.new_empty(x.shape)
 
 
-if builds_kernels():
+if buildable():
     from functional_sac.fused import running_norm_kernels
 
     forward.register_kernel("cuda")(lambda *given: running_norm_kernels.forward(*given, BN_EPS))

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from functional_sl.kernels import launch
+
 ROWS, WIDTH = 32, 128  # of a program
 
 
@@ -64,9 +66,9 @@ def forward(
     x, scale, bias, mean, var = (_rowwise(t) for t in (x, scale.contiguous(), bias.contiguous(), mean, var))
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     added = y if residual is None else residual.contiguous()
-    _forward[_grid(x)](
-        x, scale, bias, mean, var, added, y, *x.shape[1:], *x.stride()[:2], mean.stride(0), var.stride(0), eps,
-        ADD=residual is not None, R=ROWS, F=WIDTH, num_warps=4,
+    launch(
+        _forward, _grid(x), x, scale, bias, mean, var, added, y, *x.shape[1:], *x.stride()[:2], mean.stride(0),
+        var.stride(0), eps, ADD=residual is not None, R=ROWS, F=WIDTH, num_warps=4,
     )  # fmt: skip
     return y
 
@@ -75,9 +77,9 @@ def backward(dy: Tensor, x: Tensor, scale: Tensor, bias: Tensor, mean: Tensor, v
     """Launches `running_norm.backward`."""
     x, scale, bias, mean, var = (_rowwise(t) for t in (x, scale.contiguous(), bias.contiguous(), mean, var))
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _backward[_grid(x)](
-        dy.contiguous(), x, scale, bias, mean, var, dx, *x.shape[1:], *x.stride()[:2], mean.stride(0), var.stride(0),
-        eps, R=ROWS, F=WIDTH, num_warps=4,
+    launch(
+        _backward, _grid(x), dy.contiguous(), x, scale, bias, mean, var, dx, *x.shape[1:], *x.stride()[:2],
+        mean.stride(0), var.stride(0), eps, R=ROWS, F=WIDTH, num_warps=4,
     )  # fmt: skip
     return dx
 

@@ -1,0 +1,76 @@
+"""How Triton kernels are launched, and how those of a function are compiled side by side before it runs.
+
+A kernel takes half a second to compile and to get its launcher, most of it outside Python. A learner has fifty, which
+one after the other would take as long as everything else that is compiled.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextvars
+import functools
+import importlib.util
+import os
+import shutil
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from functional_sl import tree
+
+R = TypeVar("R", bound=Callable[..., Any])
+
+_compiled_only: contextvars.ContextVar[bool] = contextvars.ContextVar("compiled_only", default=False)
+
+
+def buildable() -> bool:
+    """Tells whether Triton is there, and a C compiler, with which it builds what launches a kernel."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    return importlib.util.find_spec("triton") is not None and bool(compiler)
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+    """Launches a Triton kernel over a grid; within `compile_ahead` it is compiled instead."""
+    if _compiled_only.get():
+        kernel.warmup(*args, grid=grid, **constants)
+    else:
+        kernel[grid](*args, **constants)
+
+
+def compile_ahead(fn: Callable[..., Any], *args: Any) -> None:
+    """Compiles all kernels that `fn(*args)` launches by `launch`, side by side.
+
+    The function is called, on the device of its arguments, without these launches: what they would write is whatever
+    the memory held, and must not say where something is read.
+    """
+    import triton
+
+    if not hasattr(triton, "AsyncCompileMode"):
+        return  # Kernels are then compiled one after the other, where they are launched.
+    device = functools.partial(torch.cuda.set_device, torch.cuda.current_device())
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count(), initializer=device) as pool:
+        token = _compiled_only.set(True)
+        try:
+            with triton.AsyncCompileMode(pool) as mode:
+                fn(*args)
+        finally:
+            _compiled_only.reset(token)
+        found = [kernel.result() for kernel in mode.future_kernels.values()]
+        # The launchers are built where they are first asked for.
+        list(pool.map(lambda kernel: kernel.run, found))
+
+
+def ahead(fn: Callable[..., Any], compiled: R) -> R:
+    """Returns `compiled`, the compiled form of `fn`, whose first call on a GPU has the kernels compiled ahead."""
+    first = True
+
+    @functools.wraps(compiled)
+    def call(*args: Any) -> Any:
+        nonlocal first
+        if first and buildable() and any(leaf.is_cuda for leaf in tree.leaves(args)):
+            compile_ahead(fn, *args)
+        first = False
+        return compiled(*args)
+
+    return call
