@@ -7,11 +7,13 @@ and collectives included: the host launches a whole training iteration at once.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import NamedTuple, TypeVar
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -47,7 +49,7 @@ def compiled(fn: Function, backend: str = "inductor") -> Function:
             # On a GPU kernels that need nothing of each other are launched as one.
             options = {"combo_kernels": True} if backend == "inductor" and any(x.is_cuda for x in leaves) else None
             run = torch.compile(_own_code(flat), fullgraph=True, dynamic=False, backend=backend, options=options)
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), _unwritten_operators():
                 # Full float32 products are meant.
                 warnings.filterwarnings("ignore", "TensorFloat32 tensor cores", UserWarning)
                 # Inductor imports helpers that torch itself has deprecated.
@@ -86,6 +88,20 @@ def mapped(fn: Callable[..., tree.Tree]) -> Callable[..., tree.Tree]:
         return tree.unflatten(outputs, found)
 
     return call
+
+
+@contextlib.contextmanager
+def _unwritten_operators() -> Iterator[None]:
+    """Keeps Inductor from writing out the arguments of operators that it meets for the first time.
+
+    Before torch 2.13 it does so for a log that nobody reads, and what an argument was computed from is written anew
+    wherever it occurs: a minute for a learner.
+    """
+    from torch._inductor.exc import OperatorIssue
+
+    written = staticmethod(lambda target, args, kwargs: str(target))
+    with mock.patch.object(OperatorIssue, "operator_str", written):
+        yield
 
 
 def side_by_side(first: Callable[[], A], second: Callable[[], B], device: torch.device) -> tuple[A, B]:
