@@ -184,3 +184,22 @@ def test_a_leaf_of_another_kind_in_its_own_memory_is_refused(move, change) -> No
     captured, state = owner()
     with pytest.raises(ValueError, match=r"leaf|the old one"):
         move(captured, {"a": change(state["a"]), "b": state["b"]})
+
+
+def test_inductor_writes_out_no_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch before 2.13 wrote all arguments of an operator without a lowering, and what each was computed from."""
+    from torch._inductor import exc
+
+    @torch.library.custom_op("functional_sl_tests::double", mutates_args=())
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    double.register_fake(torch.empty_like)
+
+    def never(*given: object) -> str:
+        raise AssertionError
+
+    monkeypatch.setattr(exc.OperatorIssue, "operator_str", staticmethod(never))
+    region = capture.compiled(lambda x: (double(x + 1), {}))
+    assert region(torch.ones(3))[0].tolist() == [4.0, 4.0, 4.0]
+    assert exc.OperatorIssue.operator_str is never
