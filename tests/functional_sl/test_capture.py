@@ -188,7 +188,7 @@ def test_a_leaf_of_another_kind_in_its_own_memory_is_refused(move, change) -> No
 
 def test_inductor_writes_out_no_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch before 2.13 wrote all arguments of an operator without a lowering, and what each was computed from."""
-    from torch._inductor import exc
+    from torch._inductor import config, exc
 
     @torch.library.custom_op("functional_sl_tests::double", mutates_args=())
     def double(x: torch.Tensor) -> torch.Tensor:
@@ -199,6 +199,8 @@ def test_inductor_writes_out_no_operator(monkeypatch: pytest.MonkeyPatch) -> Non
     def never(*given: object) -> str:
         raise AssertionError
 
+    monkeypatch.setattr(config, "fx_graph_cache", False)
+    monkeypatch.setattr(torch._functorch.config, "enable_autograd_cache", False)
     monkeypatch.setattr(exc.OperatorIssue, "operator_str", staticmethod(never))
     region = capture.compiled(lambda x: (double(x + 1), {}))
     assert region(torch.ones(3))[0].tolist() == [4.0, 4.0, 4.0]
