@@ -1,7 +1,8 @@
-"""Learners of several seeds, of several simulated ranks each, around their environments on the host.
+"""Learners of several seeds, of simulated ranks too where asked for, around their environments on the host.
 
-Seeds and ranks are axes of `torch.func.vmap`: one process computes all of them at once, on CUDA as graphs. Policies
-are judged by other processes on the CPU, so learning does not wait for whole episodes.
+One process computes all of them at once, on CUDA as graphs: seeds as branches of a graph, each the learner of a run of
+its own; with simulated ranks, which exchange gradients, seeds and ranks are axes of `torch.func.vmap`. Policies are
+judged by other processes on the CPU, so learning does not wait for whole episodes.
 """
 
 from __future__ import annotations
@@ -52,17 +53,20 @@ class Fleet:
         self.env_steps, self.updates, self._vector_steps = 0, 0, 0
         self._env: HostEnv = envs.make(config.task, config.sim)
 
+        mapped = _mapped if ranks > 1 else lambda region: region
+
         def wrap(region: capture.Function) -> capture.Function:
-            mapped = _over(region, ranks)
-            return capture.compiled(mapped) if config.compile == "true" else mapped
+            return capture.compiled(mapped(region)) if config.compile == "true" else mapped(region)
 
         across = collectives.simulated(ranks) if ranks > 1 else collectives.single()
-        self._learner = make_learner(config, self._env.spec, across, wrap)
-        iteration = make_iteration(config, self._env, self._learner, across)
         graphs = device.type == "cuda" and config.compile == "true"
-        region = (capture.Captured if graphs else capture.Eager)(_stages(iteration, ranks, wrap))
-        self._iterate = hosted.Hosted(region, self._env)
-        self._state = tree.stack([_seed(iteration, seed, ranks, device) for seed in self.seeds])
+        fused = graphs and ranks == 1 and config.compute_dtype != "float16"
+        self._learner = make_learner(config, self._env.spec, across, wrap, fused)
+        halves = _Halves(make_iteration(config, self._env, self._learner, across), mapped, wrap)
+        stages = halves.stages() if ranks > 1 else _Apart(halves, device).stages()
+        self._iterate = hosted.Hosted((capture.Captured if graphs else capture.Eager)(stages), self._env)
+        states = [_seed(halves.iteration, seed, ranks, device) for seed in self.seeds]
+        self._state = tree.stack(states) if ranks > 1 else _apart(states)
 
     @property
     def seeds(self) -> range:
@@ -80,15 +84,17 @@ class Fleet:
 
     def policies(self) -> list[Policy]:
         """Returns the policy of every seed."""
-        actor = self._state.sac.actor
-        every = tree.map(lambda x: x.cpu().numpy(), (actor.params, actor.stats))
-        every = tree.map(lambda x: x[:, 0], every) if self._ranks > 1 else every
-        return [tree.map(lambda x, i=i: x[i].copy(), every) for i in range(self.config.num_seeds)]
+        if self._ranks == 1:
+            actors = [state.sac.actor for state in self._state.each]
+        else:
+            actors = [tree.map(lambda x, i=i: x[i, 0], self._state.sac.actor) for i in range(self.config.num_seeds)]
+        return [tree.map(lambda x: x.cpu().numpy().copy(), (actor.params, actor.stats)) for actor in actors]
 
     def skipped(self) -> int:
         """Returns how many updates the gates have held back so far, over all seeds and optimizers."""
-        sac = self._state.sac
-        return sum(int(part.gate.skipped.sum()) for part in (sac.actor, sac.critic, sac.temperature))
+        learners = [self._state.sac] if self._ranks > 1 else [state.sac for state in self._state.each]
+        parts = [part for sac in learners for part in (sac.actor, sac.critic, sac.temperature)]
+        return sum(int(part.gate.skipped.sum()) for part in parts)
 
     def close(self) -> None:
         """Frees the graphs and ends the environments."""
@@ -139,37 +145,100 @@ def _seed(iteration: Iteration, seed: int, ranks: int, device: torch.device) -> 
     return tree.stack(states) if ranks > 1 else states[0]
 
 
-def _over(region: capture.Function, ranks: int) -> capture.Function:
-    """Returns the region mapped over seeds, and within each over its ranks."""
-    return capture.mapped(capture.mapped(region) if ranks > 1 else region)
+def _mapped(region: capture.Function) -> capture.Function:
+    """Returns a region mapped over seeds, and within each over its ranks."""
+    return capture.mapped(capture.mapped(region))
 
 
-def _stages(iteration: Iteration, ranks: int, wrap: Callable[[capture.Function], capture.Function]) -> Callable:
-    """Returns both halves of an iteration, see `hosted.stages`, with what they have in kernels wrapped by `wrap`."""
+class Seeds(NamedTuple):
+    """States of seeds that are computed apart.
 
-    def act(random: bool) -> Callable[..., tuple[tree.Tree, dict[str, Tensor]]]:
+    Attributes:
+      env: of all of them, leaves [S, ...].
+      each: the rest of every seed's state.
+    """
+
+    env: Any
+    each: tuple[TrainState, ...]
+
+
+def _apart(states: list[TrainState]) -> Seeds:
+    return Seeds(tree.stack([state.env for state in states]), tuple(state._replace(env=()) for state in states))
+
+
+class _Halves:
+    """Both halves of an iteration, see `hosted.stages`, with what they have in kernels wrapped."""
+
+    def __init__(
+        self,
+        iteration: Iteration,
+        mapped: Callable[[capture.Function], capture.Function],
+        wrap: Callable[[capture.Function], capture.Function],
+    ) -> None:
+        self.iteration = iteration
+        # Moving at random lasts a few seconds, less than compiling it.
+        self._acts = {True: mapped(self._act(True)), False: wrap(self._act(False))}
+        self._keep = wrap(lambda part, *arrived: (iteration.store(part, *arrived), {}))
+
+    def _act(self, random: bool) -> Callable[..., tuple[tree.Tree, dict[str, Tensor]]]:
         def region(part: tree.Tree, actor: StepState, seen: Observation, done: Tensor) -> tuple[tree.Tree, dict]:
             state = _only(TrainState, key=part[0], noise=part[1], sac=_only(SACState, actor=actor))
-            state, action = iteration.act(state._replace(observation=seen, done=done), random)
+            state, action = self.iteration.act(state._replace(observation=seen, done=done), random)
             return (state.key, state.noise), {"action": action}
 
         return region
 
-    # Moving at random lasts a few seconds, less than compiling it.
-    regions = {True: _over(act(True), ranks), False: wrap(act(False))}
-    keep = wrap(lambda part, *arrived: (iteration.store(part, *arrived), {}))
-
-    def half(state: TrainState, random: bool) -> tuple[TrainState, Tensor]:
+    def act(self, state: TrainState, random: bool) -> tuple[TrainState, Tensor]:
+        """Returns the state and the actions."""
         inputs = (state.sac.actor, state.observation, state.done)
-        (key, noise), found = regions[random]((state.key, state.noise), *inputs)
+        (key, noise), found = self._acts[random]((state.key, state.noise), *inputs)
         return state._replace(key=key, noise=noise), found["action"]
 
-    def store(state: TrainState, *arrived: tree.Tree) -> TrainState:
+    def store(self, state: TrainState, *arrived: tree.Tree) -> TrainState:
+        """Returns the state after a step of the environments."""
         untouched = {name: getattr(state, name) for name in ("sac", "noise", "key", "metrics", "recorded")}
-        part, _ = keep(state._replace(**dict.fromkeys(untouched, ())), *arrived)
+        part, _ = self._keep(state._replace(**dict.fromkeys(untouched, ())), *arrived)
         return part._replace(**untouched)
 
-    return hosted.stages(lambda random: functools.partial(half, random=random), store, iteration.learn)
+    def learn(self, state: TrainState, phase: int) -> TrainState:
+        """Returns the state after a cycle."""
+        return self.iteration.learn(state, phase)
+
+    def stages(self) -> Callable[..., tuple[TrainState, tree.Tree]]:
+        """Returns the halves as one function."""
+        return hosted.stages(lambda random: functools.partial(self.act, random=random), self.store, self.learn)
+
+
+class _Apart:
+    """The halves over seeds, one beside the other."""
+
+    def __init__(self, halves: _Halves, device: torch.device) -> None:
+        self._halves, self._device = halves, device
+
+    def _each(self, seeds: Seeds, of: Callable[[int, TrainState], Any]) -> list[Any]:
+        calls = [functools.partial(of, i, state) for i, state in enumerate(seeds.each)]
+        return capture.all_side_by_side(calls, self._device)
+
+    def act(self, seeds: Seeds, random: bool) -> tuple[Seeds, Tensor]:
+        """Returns the state and the actions [S, N, A]."""
+        states, actions = zip(*self._each(seeds, lambda _, state: self._halves.act(state, random)), strict=True)
+        return seeds._replace(each=states), torch.stack(actions)
+
+    def store(self, seeds: Seeds, action: Tensor, env: tree.Tree, *arrived: tree.Tree) -> Seeds:
+        """Returns the state after a step of the environments, whose leaves are [S, ...]."""
+
+        def one(i: int, state: TrainState) -> TrainState:
+            return self._halves.store(state, action[i], (), *tree.index(arrived, i))
+
+        return Seeds(env, tuple(self._each(seeds, one)))
+
+    def learn(self, seeds: Seeds, phase: int) -> Seeds:
+        """Returns the state after a cycle of every seed."""
+        return seeds._replace(each=tuple(self._each(seeds, lambda _, state: self._halves.learn(state, phase))))
+
+    def stages(self) -> Callable[..., tuple[Seeds, tree.Tree]]:
+        """Returns the halves as one function."""
+        return hosted.stages(lambda random: functools.partial(self.act, random=random), self.store, self.learn)
 
 
 def _only(kind: type, **fields: tree.Tree) -> tree.Tree:

@@ -1,7 +1,7 @@
 """FlashSAC as published on MuJoCo: official settings, the first part of the run of a million steps, several seeds.
 
-Every task is one process whose seeds are learned together by `torch.func.vmap`, with an environment each on the host;
-several such processes share a GPU. Curves are drawn on the published ones.
+Every task is one process whose seeds are learned side by side, on CUDA as branches of one graph, with an environment
+each on the host; several such processes share a GPU. Curves are drawn on the published ones.
 
     python -m experiments.reproduce_mujoco --out=runs/mujoco --device=cuda --workers=5
     python -m experiments.reproduce_mujoco --wire --out=runs/wire --device=cuda

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import types
 import warnings
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 from unittest import mock
 
@@ -115,16 +115,29 @@ def side_by_side(first: Callable[[], A], second: Callable[[], B], device: torch.
       second: makes the other one.
       device: on which both compute.
     """
-    if device.type != "cuda":
-        return first(), second()
-    here = torch.cuda.current_stream(device)
-    branch = _side_stream(here.device.index, "branch")
-    branch.wait_stream(here)
-    with torch.cuda.stream(branch):
-        one = first()
-    other = second()
-    here.wait_stream(branch)
+    one, other = all_side_by_side([first, second], device, "branch")
     return one, other
+
+
+def all_side_by_side(functions: Sequence[Callable[[], A]], device: torch.device, role: str = "member") -> list[A]:
+    """Returns what functions return that need nothing of each other; see `side_by_side`.
+
+    Args:
+      functions: each makes one result; the last one's kernels are launched on the current stream.
+      device: on which all compute.
+      role: of the streams; who is called within such a function takes another.
+    """
+    if device.type != "cuda":
+        return [function() for function in functions]
+    here, results = torch.cuda.current_stream(device), []
+    branches = [_side_stream(here.device.index, f"{role} {i}") for i in range(len(functions) - 1)]
+    for function, branch in zip(functions, [*branches, here], strict=True):
+        branch.wait_stream(here)
+        with torch.cuda.stream(branch):
+            results.append(function())
+    for branch in branches:
+        here.wait_stream(branch)
+    return results
 
 
 class CaptureError(RuntimeError):

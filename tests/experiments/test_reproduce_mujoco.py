@@ -25,10 +25,11 @@ CONFIG = TrainConfig(
     device="cpu", compile="false", eval_every=20, eval_episodes=2,
 )  # fmt: skip
 CPU = torch.device("cpu")
+on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-def after(steps: int, ranks: int = 1, **changes: object) -> fleet.Fleet:
-    with fleet.opened(dataclasses.replace(CONFIG, **changes), CPU, ranks) as learners:
+def after(steps: int, ranks: int = 1, device: torch.device = CPU, **changes: object) -> fleet.Fleet:
+    with fleet.opened(dataclasses.replace(CONFIG, **changes), device, ranks) as learners:
         for _ in range(steps):
             learners.step()
         return learners
@@ -60,14 +61,14 @@ def test_wires_differ_in_nothing_else() -> None:
     assert one.config.env_steps == 50_000
 
 
-def test_a_seed_learns_the_same_alone() -> None:
-    """Batched products round otherwise than single ones, and a few updates let that grow a little."""
-    both, alone = after(16), after(16, num_seeds=1, seed=1)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_cuda)])
+def test_a_seed_learns_the_same_alone(device: str) -> None:
+    how = {"device": torch.device(device), "compile": "true" if device == "cuda" else "false"}
+    both, alone = after(16, **how), after(16, **how, num_seeds=1, seed=1)
     assert (both.env_steps, both.updates, list(both.seeds)) == (16, 5, [0, 1])
-    pairs = zip(tree.leaves(both.policies()[1]), tree.leaves(alone.policies()[0]), strict=True)
-    assert max(abs(a - b).max() for a, b in pairs) < 1e-4
-    first, second = both.policies()
-    assert not tree.bits_equal(*(tree.map(torch.from_numpy, x) for x in (first, second)))
+    first, second, single = (tree.map(torch.from_numpy, x) for x in (*both.policies(), *alone.policies()))
+    assert tree.bits_equal(second, single)
+    assert not tree.bits_equal(first, second)
 
 
 def test_simulated_ranks_stay_equal_but_in_what_is_their_own() -> None:
