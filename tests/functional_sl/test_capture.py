@@ -199,9 +199,8 @@ def test_inductor_writes_out_no_operator(monkeypatch: pytest.MonkeyPatch) -> Non
     def never(*given: object) -> str:
         raise AssertionError
 
-    monkeypatch.setattr(config, "fx_graph_cache", False)
-    monkeypatch.setattr(torch._functorch.config, "enable_autograd_cache", False)
     monkeypatch.setattr(exc.OperatorIssue, "operator_str", staticmethod(never))
     region = capture.compiled(lambda x: (double(x + 1), {}))
-    assert region(torch.ones(3))[0].tolist() == [4.0, 4.0, 4.0]
+    with config.patch(fx_graph_cache=False), torch._functorch.config.patch(enable_autograd_cache=False):
+        assert region(torch.ones(3))[0].tolist() == [4.0, 4.0, 4.0]
     assert exc.OperatorIssue.operator_str is never
