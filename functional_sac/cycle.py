@@ -87,13 +87,16 @@ def make_learner(
     across = collectives or single()
     updates = make_updates(config, spec, across, fused)
     regions = _Regions(updates, across, reserved)
+    # The same kernels without a reduction, which a rank would wait in.
+    alone = _Regions(make_updates(config, spec, single(), fused), single(), reserved)
 
-    def built(region: Region) -> Region:
-        return kernels.ahead(region, wrap(region)) if fused else wrap(region)
+    def built(name: str) -> Region:
+        wrapped = wrap(getattr(regions, name))
+        return kernels.ahead(getattr(alone, name), wrapped) if fused else wrapped
 
     cycle = _Cycle(
-        config, across.size, built(regions.sample), built(regions.policy), built(regions.next_policies),
-        built(regions.critics), wrap(regions.average), tuple(wrap(regions.summary) for _ in range(phases(config))),
+        config, across.size, *map(built, ("sample", "policy", "next_policies", "critics", "average")),
+        tuple(wrap(regions.summary) for _ in range(phases(config))),
     )  # fmt: skip
 
     def update(

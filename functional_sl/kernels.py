@@ -12,6 +12,7 @@ import functools
 import importlib.util
 import os
 import shutil
+import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -62,14 +63,23 @@ def compile_ahead(fn: Callable[..., Any], *args: Any) -> None:
 
 
 def ahead(fn: Callable[..., Any], compiled: R) -> R:
-    """Returns `compiled`, the compiled form of `fn`, whose first call on a GPU has the kernels compiled ahead."""
+    """Returns `compiled`, the compiled form of `fn`, whose first call on a GPU has the kernels compiled ahead.
+
+    Args:
+      fn: see `compile_ahead`; it may reduce nothing over ranks.
+      compiled: takes the same arguments and launches the same kernels. Where they cannot be compiled ahead, a warning
+        says why, and they are compiled as it launches them.
+    """
     first = True
 
     @functools.wraps(compiled)
     def call(*args: Any) -> Any:
         nonlocal first
         if first and buildable() and any(leaf.is_cuda for leaf in tree.leaves(args)):
-            compile_ahead(fn, *args)
+            try:
+                compile_ahead(fn, *args)
+            except Exception as error:
+                warnings.warn(f"kernels are compiled where they are launched, not ahead: {error}", stacklevel=2)
         first = False
         return compiled(*args)
 
