@@ -29,6 +29,7 @@ from functional_sl.parallel.collectives import Collectives, mean_over_ranks, sin
 
 Region = Callable[..., tuple[tree.Tree, Metrics]]  # (part, *inputs) -> (part, dict)
 Change = Callable[[SACState], tuple[SACState, Metrics]]
+MOST_SHARING = 4  # updates; every number of them is compiled anew, and Dynamo refuses the ninth shape
 
 
 class Learner(NamedTuple):
@@ -214,7 +215,7 @@ class _Cycle:
         return _change_critics(self.critics, state, samples.pop(0), *batch)
 
     def _ahead(self, rows: Tensor, drawn: Metrics, first: int, count: int, state: SACState) -> list[Sample]:
-        """Returns the samples of all updates, from the first one, that share the state's policy, made in one pass."""
+        """Returns the samples of `count` updates, from the first one, that share the state's policy."""
         places, noise = drawn["places"].narrow(-2, first, count), drawn["noise"].narrow(-3, first, count)
         inputs = (state.actor.params, state.actor.stats, rows, places, drawn["divisor"], noise)
         _, found = self.next_policies((), *inputs)
@@ -226,10 +227,13 @@ class _Cycle:
 
 
 def _sharing(config: SACConfig, acting: tuple[bool, ...]) -> int:
-    """Returns for how many of these updates, from the first one, the critics meet one and the same policy."""
+    """Returns for how many of these updates, from the first one, the policy's samples are made in one pass.
+
+    The critics meet one and the same policy in them.
+    """
     # An actor's update comes before the critics' of the same number, or with the critic first behind them.
     changes = acting if config.critic_first else acting[1:]
-    return changes.index(True) + 1 if True in changes else len(acting)
+    return min(MOST_SHARING, changes.index(True) + 1 if True in changes else len(acting))
 
 
 def _change_policy(policy: Region, state: SACState, inputs: tuple) -> tuple[SACState, Metrics]:

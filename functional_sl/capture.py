@@ -115,22 +115,23 @@ def side_by_side(first: Callable[[], A], second: Callable[[], B], device: torch.
       second: makes the other one.
       device: on which both compute.
     """
-    one, other = all_side_by_side([first, second], device, "branch")
+    one, other = all_side_by_side([first, second], device)
     return one, other
 
 
-def all_side_by_side(functions: Sequence[Callable[[], A]], device: torch.device, role: str = "member") -> list[A]:
+def all_side_by_side(functions: Sequence[Callable[[], A]], device: torch.device) -> list[A]:
     """Returns what functions return that need nothing of each other; see `side_by_side`.
 
     Args:
       functions: each makes one result; the last one's kernels are launched on the current stream.
       device: on which all compute.
-      role: of the streams; who is called within such a function takes another.
     """
     if device.type != "cuda":
         return [function() for function in functions]
     here, results = torch.cuda.current_stream(device), []
-    branches = [_side_stream(here.device.index, f"{role} {i}") for i in range(len(functions) - 1)]
+    # A branch within a branch has streams of its own: what one gives back another must not overwrite.
+    names = [f"branch {i} of {here.cuda_stream}" for i in range(len(functions) - 1)]
+    branches = [_side_stream(here.device.index, name) for name in names]
     for function, branch in zip(functions, [*branches, here], strict=True):
         branch.wait_stream(here)
         with torch.cuda.stream(branch):

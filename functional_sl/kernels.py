@@ -49,8 +49,9 @@ def compile_ahead(fn: Callable[..., Any], *args: Any) -> None:
 
     if not hasattr(triton, "AsyncCompileMode"):
         return  # Kernels are then compiled one after the other, where they are launched.
+    threads = max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     device = functools.partial(torch.cuda.set_device, torch.cuda.current_device())
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count(), initializer=device) as pool:
+    with concurrent.futures.ThreadPoolExecutor(threads, initializer=device) as pool:
         token = _compiled_only.set(True)
         try:
             with triton.AsyncCompileMode(pool) as mode:
@@ -75,6 +76,8 @@ def ahead(fn: Callable[..., Any], compiled: R) -> R:
     @functools.wraps(compiled)
     def call(*args: Any) -> Any:
         nonlocal first
+        if torch.compiler.is_compiling():
+            return compiled(*args)
         if first and buildable() and any(leaf.is_cuda for leaf in tree.leaves(args)):
             try:
                 compile_ahead(fn, *args)

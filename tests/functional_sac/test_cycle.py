@@ -123,6 +123,49 @@ def test_updates_by_hand_are_the_cycle() -> None:
     assert metrics["critic_loss"] == pytest.approx(sum(map(float, losses)) / 3, rel=1e-6)
 
 
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("phase", [0, 1, 2])
+def test_critics_meet_the_policy_of_their_update(phase: int, first: bool) -> None:
+    """Seven updates with an actor in every third, whose cycles begin anywhere in its period; samples are shared.
+
+    Their rows go through one product together, which may round otherwise.
+    """
+    settings = {"updates_per_step": 7, "actor_update_period": 3, "critic_first": first}
+    learn, s, buffer = learner(**settings), state(**settings), planted()
+    found, _ = learn.cycle(s, buffer, SCALE, phase)
+    key, rows_key, noise_key = keys.split(s.key, 3)
+    rows, noise = replay.indices(buffer, rows_key, (7, 16)), keys.normal(noise_key, (7, 48, 2))
+    s = s._replace(key=key)
+    for i in range(7):
+        batch = replay.gather(buffer, rows[i], COLUMNS)
+        s, _ = learn.update(s, batch, noise[i, :32], noise[i, 32:], (7 * phase + i) % 3 == 0)
+    torch.testing.assert_close(found, s, rtol=1e-5, atol=1e-6)
+
+
+def test_samples_are_shared_in_few_numbers() -> None:
+    """Each is a shape to compile, of which Dynamo takes eight; every one of the 110 updates gets its sample."""
+    config = SACConfig(
+        batch_size=2, updates_per_step=11, actor_update_period=10, actor_width=8, critic_width=8, num_blocks=1, bins=3,
+        lr_decay_updates=100, replay_capacity=ROWS, learning_starts=0,
+    )  # fmt: skip
+    seen = []
+
+    def wrap(region: cycle.Region) -> cycle.Region:
+        def call(*arguments: tree.Tree) -> tuple[tree.Tree, cycle.Metrics]:
+            part, found = region(*arguments)
+            seen.extend([len(found["log_prob"])] if "log_prob" in found else [])
+            return part, found
+
+        return call
+
+    learn = cycle.make_learner(config, SPEC, wrap=wrap)
+    for phase in range(learn.phases):
+        learn.cycle(learn.init(keys.key(0)), planted(), SCALE, phase)
+    assert learn.phases == 10
+    assert sum(seen) == 110
+    assert len(set(seen)) <= 4
+
+
 def test_the_order_of_an_update() -> None:
     """Critic first: the critic does not see the new actor. Actor first: the actor does not see the new critic."""
     buffer, results = planted(), {}

@@ -93,10 +93,10 @@ def test_a_lost_process_ends_the_job_and_a_resume_finishes_it(tmp_path, number, 
 
     On two GPUs the rank is lost inside a replayed graph.
     """
-    lengths = {"env_steps": 200_000, "snapshot_every": 400, "eval_every": 200_000, "log_every": 100}
+    lengths = {"env_steps": 200_000, "snapshot_every": 400, "eval_every": 200_000, "log_every": 100, "timeout_s": 5}
     # Compiling may take ten times the timeout.
-    where = {"device": "cuda", "compile": "true", "timeout_s": 20} if device == "cuda" else {"timeout_s": 5}
-    argv = [*tiny_runs.flags(**SIZES | lengths | where), "--run_dir=run"]
+    lengths |= {"device": device, "compile": "true", "timeout_s": 20} if device == "cuda" else {"compile": "false"}
+    argv = [*tiny_runs.flags(**SIZES | lengths), "--run_dir=run"]
     process = torchrun(tmp_path, "--nproc-per-node=2", argv=argv)
     metrics = tmp_path / "run" / "metrics.jsonl"
     while not (metrics.exists() and metrics.read_bytes().count(b"\n") > 10):

@@ -41,6 +41,15 @@ def test_on_a_cpu_only_the_compiled_function_is_called() -> None:
     assert torch.equal(found, torch.full((2,), 2.0))
 
 
+def test_a_larger_function_that_is_compiled_may_hold_it() -> None:
+    def plus_one(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    found = kernels.ahead(plus_one, plus_one)
+    whole = torch.compile(lambda x: 2 * found(x), backend="eager", fullgraph=True)
+    assert torch.equal(whole(torch.ones(2)), torch.full((2,), 4.0))
+
+
 @on_cuda
 def test_kernels_are_compiled_once_and_nothing_is_launched() -> None:
     """The pack of a gradient: whole where it runs, and known to Triton before it does."""

@@ -133,6 +133,21 @@ def test_numbers_that_are_not_finite_close_the_gate(where: str, number: float) -
     assert after.critic.gate.skipped == 1
 
 
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+@pytest.mark.parametrize("where", ["observation", "noise", "critic", "statistics"])
+def test_numbers_that_are_not_finite_close_the_policys_gate(where: str, number: float) -> None:
+    made = updates.make_updates(CONFIG, SPEC, single(), True)
+    state = made.init(keys.key(1))
+    values, noise = tree.clone(batch(torch.float32)), keys.normal(keys.key(3), (24, 3))
+    critic, stats = tree.clone((state.critic.params, state.critic.stats.online))
+    places = {"observation": values.observation.actor, "noise": noise, "critic": critic.w, "statistics": stats.mean}
+    places[where].view(-1)[0] = number
+    part = updates.PolicyPart(state.actor, state.temperature, state.scale)
+    after, _ = made.policy(part, critic, stats, values, noise)
+    assert tree.bits_equal(after.actor[:3], part.actor[:3])
+    assert after.actor.gate.skipped == 1
+
+
 def test_float16_is_refused() -> None:
     with pytest.raises(ValueError, match="float16"):
         updates.make_updates(dataclasses.replace(CONFIG, compute_dtype="float16"), SPEC, single(), True)
