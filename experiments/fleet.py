@@ -63,7 +63,7 @@ class Fleet:
         fused = graphs and ranks == 1 and config.compute_dtype != "float16"
         self._learner = make_learner(config, self._env.spec, across, wrap, fused)
         halves = _Halves(make_iteration(config, self._env, self._learner, across), mapped, wrap)
-        stages = halves.stages() if ranks > 1 else _Apart(halves, device).stages()
+        stages = _stages(halves if ranks > 1 else _Apart(halves, device))
         self._iterate = hosted.Hosted((capture.Captured if graphs else capture.Eager)(stages), self._env)
         states = [_seed(halves.iteration, seed, ranks, device) for seed in self.seeds]
         self._state = tree.stack(states) if ranks > 1 else _apart(states)
@@ -204,10 +204,6 @@ class _Halves:
         """Returns the state after a cycle."""
         return self.iteration.learn(state, phase)
 
-    def stages(self) -> Callable[..., tuple[TrainState, tree.Tree]]:
-        """Returns the halves as one function."""
-        return hosted.stages(lambda random: functools.partial(self.act, random=random), self.store, self.learn)
-
 
 class _Apart:
     """The halves over seeds, one beside the other."""
@@ -236,9 +232,10 @@ class _Apart:
         """Returns the state after a cycle of every seed."""
         return seeds._replace(each=tuple(self._each(seeds, lambda _, state: self._halves.learn(state, phase))))
 
-    def stages(self) -> Callable[..., tuple[Seeds, tree.Tree]]:
-        """Returns the halves as one function."""
-        return hosted.stages(lambda random: functools.partial(self.act, random=random), self.store, self.learn)
+
+def _stages(halves: _Halves | _Apart) -> Callable[..., tuple[Any, tree.Tree]]:
+    """Returns the halves as one function."""
+    return hosted.stages(lambda random: functools.partial(halves.act, random=random), halves.store, halves.learn)
 
 
 def _only(kind: type, **fields: tree.Tree) -> tree.Tree:

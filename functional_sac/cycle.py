@@ -89,15 +89,15 @@ def make_learner(
     updates = make_updates(config, spec, across, fused)
     regions = _Regions(updates, across, reserved)
     # The same kernels without a reduction, which a rank would wait in.
-    alone = _Regions(make_updates(config, spec, single(), fused), single(), reserved)
+    alone = _Regions(make_updates(config, spec, single(), fused), single(), reserved) if across.size > 1 else regions
 
     def built(name: str) -> Region:
         wrapped = wrap(getattr(regions, name))
         return kernels.ahead(getattr(alone, name), wrapped) if fused else wrapped
 
     cycle = _Cycle(
-        config, across.size, *map(built, ("sample", "policy", "next_policies", "critics", "average")),
-        tuple(wrap(regions.summary) for _ in range(phases(config))),
+        config, across.size, wrap(regions.sample), built("policy"), built("next_policies"), built("critics"),
+        wrap(regions.average), tuple(wrap(regions.summary) for _ in range(phases(config))),
     )  # fmt: skip
 
     def update(

@@ -195,11 +195,6 @@ def indices(state: ReplayState, key: Tensor, shape: tuple[int, ...], reserved: i
     return (state.cursor - 1 - age) % capacity
 
 
-def take(state: ReplayState, rows: Tensor) -> Tensor:
-    """Returns the packed rows [B, width] of the row indices [B]."""
-    return state.rows.index_select(0, rows)
-
-
 def gather(state: ReplayState, rows: Tensor, columns: Fields) -> Transition:
     """Returns the transitions [B, ...] of the row indices [B]."""
-    return unpack(take(state, rows), columns)
+    return unpack(state.rows.index_select(0, rows), columns)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from functional_sl import tree, wire
 from functional_sl.kernels import buildable
@@ -37,7 +37,7 @@ def pack(layout: wire.Layout, gradients: Tree, loss: Tensor) -> Tensor:
     return _pack(leaves, loss, layout.dtype)
 
 
-@torch.library.custom_op("functional_sl::pack", mutates_args=())
+@library.custom_op("functional_sl::pack", mutates_args=())
 def _pack(leaves: Sequence[Tensor], loss: Tensor, dtype: torch.dtype) -> Tensor:
     flat = torch.cat([leaf.reshape(-1).to(dtype) for leaf in leaves])
     return torch.cat([flat, wire.sentinel(loss, flat).reshape(1)])

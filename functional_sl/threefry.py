@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from functional_sl.kernels import buildable
 
@@ -198,18 +198,18 @@ def _batch_first(x: Tensor, dim: int | None, missing: int) -> Tensor:
     return x if dim is None else x.movedim(dim, 0)[(slice(None), *[None] * missing)]
 
 
-# torch.library.custom_op would say the same at three times the cost of a call. An operator can be registered once in a
+# `custom_op` would say the same at three times the cost of a call. An operator can be registered once in a
 # process, while a module may be imported anew.
 if not hasattr(torch.ops.functional_sl, "threefry2x32"):
-    torch.library.define("functional_sl::threefry2x32", "(Tensor key, Tensor count) -> Tensor")
-    torch.library.impl("functional_sl::threefry2x32", "default", _hash_torch)
-    torch.library.impl("functional_sl::threefry2x32", "cpu", _hash_cpu)
-    torch.library.register_fake("functional_sl::threefry2x32", _hash_fake)
-    torch.library.register_vmap("functional_sl::threefry2x32", _hash_vmap)
-    torch.library.define("functional_sl::threefry_draw", "(Tensor key, SymInt size, str form) -> Tensor")
-    torch.library.impl("functional_sl::threefry_draw", "default", _draw_torch)
-    torch.library.register_fake("functional_sl::threefry_draw", _draw_fake)
-    torch.library.register_vmap("functional_sl::threefry_draw", _draw_vmap)
+    library.define("functional_sl::threefry2x32", "(Tensor key, Tensor count) -> Tensor")
+    library.impl("functional_sl::threefry2x32", "default", _hash_torch)
+    library.impl("functional_sl::threefry2x32", "cpu", _hash_cpu)
+    library.register_fake("functional_sl::threefry2x32", _hash_fake)
+    library.register_vmap("functional_sl::threefry2x32", _hash_vmap)
+    library.define("functional_sl::threefry_draw", "(Tensor key, SymInt size, str form) -> Tensor")
+    library.impl("functional_sl::threefry_draw", "default", _draw_torch)
+    library.register_fake("functional_sl::threefry_draw", _draw_fake)
+    library.register_vmap("functional_sl::threefry_draw", _draw_vmap)
     if buildable():
-        torch.library.impl("functional_sl::threefry2x32", "cuda", _hash_cuda)
-        torch.library.impl("functional_sl::threefry_draw", "cuda", _draw_cuda)
+        library.impl("functional_sl::threefry2x32", "cuda", _hash_cuda)
+        library.impl("functional_sl::threefry_draw", "cuda", _draw_cuda)

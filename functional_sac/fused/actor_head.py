@@ -20,8 +20,8 @@ class Tape(NamedTuple):
     w: Tensor  # [2A, H], padded
 
 
-class Gradients(NamedTuple):
-    """Of a policy's activations, and of its parameters behind the trunk's blocks."""
+class Head(NamedTuple):
+    """The gradients of a policy's activations, and of its parameters behind the trunk's blocks."""
 
     h: Tensor  # [1, B, H]
     post_scale: Tensor  # [H]
@@ -40,7 +40,7 @@ def forward(h: Tensor, actor: Actor, dtype: torch.dtype) -> tuple[Tensor, Tape]:
     return raw, Tape(h, normal, w)
 
 
-def backward(actor: Actor, tape: Tape, draw: Tensor) -> Gradients:
+def backward(actor: Actor, tape: Tape, draw: Tensor) -> Head:
     """Returns the gradients from that of what `forward` returned, [B, 2A]."""
     db, outputs = draw.sum(0), draw.shape[1]
     draw = networks.padded(draw).to(tape.h.dtype)
@@ -48,4 +48,4 @@ def backward(actor: Actor, tape: Tape, draw: Tensor) -> Gradients:
     dh, post_scale = rms_norm.backward(flow, tape.h, actor.trunk.post_scale.unsqueeze(0), RMS_EPS)
     mean_w, std_w = torch.mm(draw.mT, tape.normal)[:outputs].chunk(2)
     mean_b, std_b = db.chunk(2)
-    return Gradients(dh, post_scale.sum(0).squeeze(0), mean_w, mean_b, std_w, std_b)
+    return Head(dh, post_scale.sum(0).squeeze(0), mean_w, mean_b, std_w, std_b)

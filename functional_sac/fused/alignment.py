@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, library
 
 from functional_sac import networks
 from functional_sac.networks import Trunk
@@ -47,7 +47,7 @@ def shapes(leaves: Sequence[Tensor], widths: Sequence[int], dtype: torch.dtype) 
     return found
 
 
-@torch.library.custom_op("functional_sac::align", mutates_args=())
+@library.custom_op("functional_sac::align", mutates_args=())
 def _align(leaves: Sequence[Tensor], widths: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
     """Returns as many leaves as there are widths, each stacked from those that lie so many places apart."""
     found = []

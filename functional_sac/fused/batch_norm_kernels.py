@@ -12,8 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from functional_sac.fused import batch_norm_parts
-from functional_sac.fused.batch_norm_parts import tile
-from functional_sl.kernels import launch
+from functional_sac.fused.tiles import normalised, rectified
+from functional_sl.kernels import launch, rowwise
 
 TILE = 16384  # elements that a program holds at a time
 FORWARD_WIDTH, BACKWARD_WIDTH = 32, 16  # features of a program
@@ -57,13 +57,9 @@ def _forward(
         mask = (row < rows)[:, None] & inside[None, :]
         value = tl.load(source[None, :] + row[:, None] * x_row, mask=mask, other=0.0, eviction_policy="evict_first")
         value = (value.to(tl.float32) - average[None, :]) * slope[None, :] + offset[None, :]
-        # NaN stays NaN: the gate must see it.
-        value = tl.where(value < 0.0, 0.0, value)
-        value = value.to(y.dtype.element_ty)
-        if ADD:
-            other = tl.load(residual + place[None, :] + row[:, None] * features, mask=mask, other=0.0)
-            value = (value.to(tl.float32) + other.to(tl.float32)).to(y.dtype.element_ty)
-        tl.store(y + place[None, :] + row[:, None] * features, value, mask=mask, eviction_policy="evict_first")
+        output = place[None, :] + row[:, None] * features
+        value = rectified(value, residual, output, mask, y, ADD)
+        tl.store(y + output, value, mask=mask, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -87,7 +83,7 @@ def _backward(
         row = begin + tl.arange(0, R)
         mask = (row < rows)[:, None] & inside[None, :]
         change = tl.load(flow[None, :] + row[:, None] * dy_row, mask=mask & (row < given)[:, None], other=0.0)
-        value, change = tile(
+        value, change = normalised(
             source[None, :] + row[:, None] * x_row, change, mask, average, inverse, factor, offset, True
         )  # fmt: skip
         sums += change
@@ -105,7 +101,7 @@ def _backward(
         change = tl.load(flow[None, :] + row[:, None] * dy_row, mask=mask & (row < given)[:, None], other=0.0)
         if WHOLE:
             tl.store(whole + place[None, :] + row[:, None] * features, change, mask=mask)
-        value, change = tile(
+        value, change = normalised(
             source[None, :] + row[:, None] * x_row, change, mask, average, inverse, factor, offset, True
         )  # fmt: skip
         change = (change - total[None, :] - value * weighted[None, :]) * slope[None, :]
@@ -117,7 +113,7 @@ def forward(
 ) -> Tensor:
     """Launches `batch_norm.forward`."""
     rows, features = x.shape[1:]
-    x, scale, bias = _rowwise(x), scale.contiguous(), bias.contiguous()
+    x, scale, bias = rowwise(x), scale.contiguous(), bias.contiguous()
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     added = y if residual is None else residual.contiguous()
     if _programs(x, FORWARD_WIDTH) < PROGRAMS:
@@ -136,7 +132,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launches `batch_norm.backward`."""
     rows, features = x.shape[1:]
-    dy, x, scale, bias = _rowwise(dy), _rowwise(x), scale.contiguous(), bias.contiguous()
+    dy, x, scale, bias = rowwise(dy), rowwise(x), scale.contiguous(), bias.contiguous()
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dscale, dbias = torch.empty_like(scale), torch.empty_like(bias)
     outputs = (dx if whole is None else whole, dx, dscale, dbias)
@@ -149,11 +145,6 @@ def backward(
         R=_rows(rows, BACKWARD_WIDTH), F=BACKWARD_WIDTH, num_warps=8,
     )  # fmt: skip
     return dx, dscale, dbias
-
-
-def _rowwise(x: Tensor) -> Tensor:
-    """Returns x with the features of a row side by side; a copy only where they do not lie so."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _grid(x: Tensor, width: int) -> tuple[int, int]:

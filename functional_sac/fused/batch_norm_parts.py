@@ -11,21 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from functional_sac.fused.tiles import normalised, rectified
 from functional_sl.kernels import launch
 
 ROWS, COMMON_ROWS = 256, 128  # of a program
 WIDTH = 32  # features of a program
-
-
-@triton.jit
-def tile(source, change, mask, average, inverse, factor, offset, RELU: tl.constexpr):
-    """Loads a tile of x, normalised, and returns it with the output's gradient where the ReLU lets it through."""
-    value = tl.load(source, mask=mask, other=0.0).to(tl.float32)
-    change = change.to(tl.float32)
-    value = (value - average[None, :]) * inverse[None, :]
-    if RELU:
-        change = tl.where(value * factor[None, :] + offset[None, :] > 0.0, change, 0.0)
-    return value, change
 
 
 @triton.jit
@@ -94,13 +84,8 @@ def _forward_rest(
     source = x + network * x_network + column[None, :] + row[:, None] * x_row
     value = tl.load(source, mask=mask, other=0.0).to(tl.float32)
     value = (value - average[None, :]) * slope[None, :] + offset[None, :]
-    # NaN stays NaN: the gate must see it.
-    value = tl.where(value < 0.0, 0.0, value).to(y.dtype.element_ty)
     place = network * rows * features + column[None, :] + row[:, None] * features
-    if ADD:
-        other = tl.load(residual + place, mask=mask, other=0.0)
-        value = (value.to(tl.float32) + other.to(tl.float32)).to(y.dtype.element_ty)
-    tl.store(y + place, value, mask=mask)
+    tl.store(y + place, rectified(value, residual, place, mask, y, ADD), mask=mask)
 
 
 @triton.jit
@@ -133,7 +118,7 @@ def _backward_sums(
     network, column, row, inside, mask = _place(features, rows, R, F)
     affine = network * features + column
     flow = dy + network * dy_network + column[None, :] + row[:, None] * dy_row
-    value, change = tile(
+    value, change = normalised(
         x + network * x_network + column[None, :] + row[:, None] * x_row,
         tl.load(flow, mask=mask & (row < given)[:, None], other=0.0),
         mask,
@@ -166,7 +151,7 @@ def _backward_rest(
         tl.store(whole + place, change, mask=mask)
     inverse = tl.load(inverse_std + network * moments + column, mask=inside, other=0.0)
     factor = tl.load(scale + affine, mask=inside, other=0.0)
-    value, change = tile(
+    value, change = normalised(
         x + network * x_network + column[None, :] + row[:, None] * x_row,
         change,
         mask,

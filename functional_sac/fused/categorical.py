@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, library
 
 from functional_sac import value
 from functional_sac.fused import row_parts
@@ -17,7 +17,7 @@ from functional_sl.kernels import buildable
 ROWS = 8  # of a part
 
 
-@torch.library.custom_op("functional_sac::categorical_loss", mutates_args=())
+@library.custom_op("functional_sac::categorical_loss", mutates_args=())
 def loss(
     logits: Tensor,
     bias: Tensor,
@@ -59,22 +59,12 @@ def loss(
 
 
 @loss.register_fake
-def _(
-    logits: Tensor,
-    bias: Tensor,
-    target_bias: Tensor,
-    reward: Tensor,
-    terminated: Tensor,
-    entropy_term: Tensor,
-    minimum: float,
-    maximum: float,
-    discount: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(logits: Tensor, bias: Tensor, *others: object) -> tuple[Tensor, Tensor, Tensor]:
     count = row_parts.count(logits.shape[1], ROWS)
     return bias.new_empty(count), logits.new_empty(2, *logits.shape[1:]), bias.new_empty(count, *bias.shape)
 
 
-@torch.library.custom_op("functional_sac::categorical_lower_value", mutates_args=())
+@library.custom_op("functional_sac::categorical_lower_value", mutates_args=())
 def lower_value(logits: Tensor, bias: Tensor, minimum: float, maximum: float) -> tuple[Tensor, Tensor]:
     """Returns, row by row, the lower one of two critics' mean returns [B] and its derivative.
 
@@ -111,5 +101,5 @@ def _log_probs(logits: Tensor, bias: Tensor) -> Tensor:
 if buildable():
     from functional_sac.fused import categorical_kernels
 
-    loss.register_kernel("cuda")(lambda *given: categorical_kernels.loss(*given, ROWS))
+    loss.register_kernel("cuda")(lambda *given: categorical_kernels.loss(given[:6], *given[6:], ROWS))
     lower_value.register_kernel("cuda")(categorical_kernels.lower_value)

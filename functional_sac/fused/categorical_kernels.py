@@ -124,18 +124,10 @@ def _lower_value(
 
 
 def loss(
-    logits: Tensor,
-    bias: Tensor,
-    target_bias: Tensor,
-    reward: Tensor,
-    terminated: Tensor,
-    entropy_term: Tensor,
-    minimum: float,
-    maximum: float,
-    discount: float,
-    size: int,
+    tensors: tuple[Tensor, ...], minimum: float, maximum: float, discount: float, size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Launches `categorical.loss` with parts of `size` rows, a power of two."""
+    """Launches `categorical.loss` on its six tensors, with parts of `size` rows, a power of two."""
+    logits, bias, target_bias, reward, terminated, entropy_term = tensors
     (_, rows, width), bins = logits.shape, bias.shape[-1]
     count = row_parts.count(rows, size)
     part, dbias = (torch.empty(count, *s, dtype=torch.float32, device=bias.device) for s in ((), bias.shape))

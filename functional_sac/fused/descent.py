@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from functional_sac import networks
 from functional_sac.networks import Actor, BatchNorm, Block, Critic, Trunk
@@ -61,7 +61,7 @@ def descend(
     return Descended(tree.unflatten(structure, new), tree.unflatten(target_structure, behind), opt)
 
 
-@torch.library.custom_op("functional_sac::descend", mutates_args=())
+@library.custom_op("functional_sac::descend", mutates_args=())
 def _descend(
     network: str,
     params: Sequence[Tensor],
@@ -87,17 +87,9 @@ def _descend(
 
 @_descend.register_fake
 def _(
-    network: str,
-    params: Sequence[Tensor],
-    target: Sequence[Tensor],
-    gradient: Tensor,
-    mu: Tensor,
-    nu: Tensor,
-    ok: Tensor,
-    step: Tensor,
-    root: Tensor,
-    tau: float,
-) -> list[Tensor]:
+    network: str, params: Sequence[Tensor], target: Sequence[Tensor], gradient: Tensor, mu: Tensor, nu: Tensor,
+    *numbers: object,
+) -> list[Tensor]:  # fmt: skip
     return [leaf.new_empty(leaf.shape) for leaf in (*params, *target, mu, nu)]
 
 
@@ -118,17 +110,6 @@ if buildable():
     from functional_sac.fused import descent_kernels
 
     @_descend.register_kernel("cuda")
-    def _(
-        network: str,
-        params: Sequence[Tensor],
-        target: Sequence[Tensor],
-        gradient: Tensor,
-        mu: Tensor,
-        nu: Tensor,
-        ok: Tensor,
-        step: Tensor,
-        root: Tensor,
-        tau: float,
-    ) -> list[Tensor]:
+    def _(network: str, params: Sequence[Tensor], target: Sequence[Tensor], *given: object) -> list[Tensor]:
         names = tuple(tree.names(skeleton(network, len(params))))
-        return descent_kernels.descend(names, params, target, (gradient, mu, nu), (ok, step, root), tau)
+        return descent_kernels.descend(names, params, target, given[:3], given[3:6], given[6])

@@ -8,7 +8,7 @@ Source: Zhang and Sennrich 2019, arXiv 1910.07467.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from functional_sac.fused import row_parts
 from functional_sl.kernels import buildable
@@ -16,7 +16,7 @@ from functional_sl.kernels import buildable
 ROWS = 16  # of a part of the backward pass
 
 
-@torch.library.custom_op("functional_sac::rms_norm", mutates_args=())
+@library.custom_op("functional_sac::rms_norm", mutates_args=())
 def forward(x: Tensor, scale: Tensor, dtype: torch.dtype, eps: float) -> Tensor:
     """Divides rows by their root mean square and scales them.
 
@@ -39,7 +39,7 @@ def _(x: Tensor, scale: Tensor, dtype: torch.dtype, eps: float) -> Tensor:
     return x.new_empty(x.shape, dtype=dtype)
 
 
-@torch.library.custom_op("functional_sac::rms_norm_backward", mutates_args=())
+@library.custom_op("functional_sac::rms_norm_backward", mutates_args=())
 def backward(dy: Tensor, x: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Returns the gradients of x and scale.
 

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from functional_sac.fused import row_parts
-from functional_sl.kernels import launch
+from functional_sl.kernels import launch, rowwise
 
 TILE = 2048  # elements that a program of the forward pass holds at a time
 
@@ -59,7 +59,7 @@ def _backward(
 
 def forward(x: Tensor, scale: Tensor, dtype: torch.dtype, eps: float) -> Tensor:
     """Launches `rms_norm.forward`."""
-    x, scale = _rowwise(x), scale.contiguous()
+    x, scale = rowwise(x), scale.contiguous()
     strides = x.stride()[:-1] if x.ndim == 4 else (0, *x.stride()[:-1])
     networks, rows, width = x.shape[-3:]
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
@@ -74,7 +74,7 @@ def forward(x: Tensor, scale: Tensor, dtype: torch.dtype, eps: float) -> Tensor:
 
 def backward(dy: Tensor, x: Tensor, scale: Tensor, eps: float, size: int) -> tuple[Tensor, Tensor]:
     """Launches `rms_norm.backward` with parts of `size` rows, a power of two."""
-    dy, x, scale = _rowwise(dy), _rowwise(x), scale.contiguous()
+    dy, x, scale = rowwise(dy), rowwise(x), scale.contiguous()
     networks, rows, width = x.shape
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     part = torch.empty(row_parts.count(rows, size), networks, width, dtype=torch.float32, device=x.device)
@@ -83,8 +83,3 @@ def backward(dy: Tensor, x: Tensor, scale: Tensor, eps: float, size: int) -> tup
         *x.stride()[:2], eps, R=size, H=triton.next_power_of_2(width), num_warps=8,
     )  # fmt: skip
     return dx, part
-
-
-def _rowwise(x: Tensor) -> Tensor:
-    """Returns x with the features of a row side by side; a copy only where they do not lie so."""
-    return x if x.stride(-1) == 1 else x.contiguous()

@@ -7,7 +7,7 @@ ops have no derivative of their own and no rule for `vmap`: see `frozen_critics`
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from functional_sac.networks import BN_EPS, BatchNorm, Stats
 from functional_sl.kernels import buildable
@@ -19,7 +19,7 @@ def affine(norm: BatchNorm, stats: Stats) -> tuple[Tensor, Tensor]:
     return slope.unsqueeze(1), (norm.bias - stats.mean * slope).unsqueeze(1)
 
 
-@torch.library.custom_op("functional_sac::running_norm", mutates_args=())
+@library.custom_op("functional_sac::running_norm", mutates_args=())
 def forward(x: Tensor, scale: Tensor, bias: Tensor, mean: Tensor, var: Tensor, residual: Tensor | None) -> Tensor:
     """Normalises, scales, shifts, takes the ReLU and adds a residual, where there is one.
 
@@ -44,7 +44,7 @@ def _(x: Tensor, scale: Tensor, bias: Tensor, mean: Tensor, var: Tensor, residua
     return x.new_empty(x.shape)
 
 
-@torch.library.custom_op("functional_sac::running_norm_backward", mutates_args=())
+@library.custom_op("functional_sac::running_norm_backward", mutates_args=())
 def backward(dy: Tensor, x: Tensor, scale: Tensor, bias: Tensor, mean: Tensor, var: Tensor) -> Tensor:
     """Returns the gradient of x [N, B, F], from that of the result; the other arguments as given to `forward`."""
     slope, offset = affine(BatchNorm(scale, bias), Stats(mean, var))

@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from functional_sl.kernels import launch
+from functional_sac.fused.tiles import rectified
+from functional_sl.kernels import launch, rowwise
 
 ROWS, WIDTH = 32, 128  # of a program
 
@@ -39,12 +40,7 @@ def _forward(
     value, _, place, mask = _tile(
         x, scale, bias, mean, var, rows, features, x_network, x_row, mean_network, var_network, eps, R, F
     )
-    # NaN stays NaN: the gate must see it.
-    value = tl.where(value < 0.0, 0.0, value).to(y.dtype.element_ty)
-    if ADD:
-        other = tl.load(residual + place, mask=mask, other=0.0)
-        value = (value.to(tl.float32) + other.to(tl.float32)).to(y.dtype.element_ty)
-    tl.store(y + place, value, mask=mask)
+    tl.store(y + place, rectified(value, residual, place, mask, y, ADD), mask=mask)
 
 
 @triton.jit
@@ -63,7 +59,7 @@ def forward(
     x: Tensor, scale: Tensor, bias: Tensor, mean: Tensor, var: Tensor, residual: Tensor | None, eps: float
 ) -> Tensor:
     """Launches `running_norm.forward`."""
-    x, scale, bias, mean, var = (_rowwise(t) for t in (x, scale.contiguous(), bias.contiguous(), mean, var))
+    x, scale, bias, mean, var = (rowwise(t) for t in (x, scale.contiguous(), bias.contiguous(), mean, var))
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     added = y if residual is None else residual.contiguous()
     launch(
@@ -75,18 +71,13 @@ def forward(
 
 def backward(dy: Tensor, x: Tensor, scale: Tensor, bias: Tensor, mean: Tensor, var: Tensor, eps: float) -> Tensor:
     """Launches `running_norm.backward`."""
-    x, scale, bias, mean, var = (_rowwise(t) for t in (x, scale.contiguous(), bias.contiguous(), mean, var))
+    x, scale, bias, mean, var = (rowwise(t) for t in (x, scale.contiguous(), bias.contiguous(), mean, var))
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     launch(
         _backward, _grid(x), dy.contiguous(), x, scale, bias, mean, var, dx, *x.shape[1:], *x.stride()[:2],
         mean.stride(0), var.stride(0), eps, R=ROWS, F=WIDTH, num_warps=4,
     )  # fmt: skip
     return dx
-
-
-def _rowwise(x: Tensor) -> Tensor:
-    """Returns x with the features of a row side by side; a copy only where they do not lie so."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _grid(x: Tensor) -> tuple[int, int, int]:

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from functional_sac.fused import batch_norm
 
 INPUT, LEAVES, KEPT = 3, 6, 4  # tensors of the input and of a block in the list of leaves; of a block in what is kept
 
 
-@torch.library.custom_op("functional_sac::trunk_forward", mutates_args=())
+@library.custom_op("functional_sac::trunk_forward", mutates_args=())
 def forward(x: Tensor, leaves: list[Tensor], eps: float) -> list[Tensor]:
     """Takes N networks through their trunks, normalising by the batch.
 
@@ -56,7 +56,7 @@ def _(x: Tensor, leaves: list[Tensor], eps: float) -> list[Tensor]:
     return [*_moments(leaves), *(w.new_empty(w.shape[0], x.shape[0], width) for width in widths)]
 
 
-@torch.library.custom_op("functional_sac::trunk_backward", mutates_args=())
+@library.custom_op("functional_sac::trunk_backward", mutates_args=())
 def backward(dh: Tensor, x: Tensor, leaves: list[Tensor], kept: list[Tensor]) -> list[Tensor]:
     """Returns the gradients of the leaves of the first M networks, in their order and float32.
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, library
 
 from functional_sl import tree
 from functional_sl.parallel.world import World
@@ -146,7 +146,7 @@ def _statistics_sum(total: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Ten
 
 
 # Opaque to Inductor, which would keep partial sums in FP32 and drop a cast to BF16 and back.
-@torch.library.custom_op("functional_sl::ordered_sum", mutates_args=())
+@library.custom_op("functional_sl::ordered_sum", mutates_args=())
 def ordered_sum(x: Tensor) -> Tensor:
     """Sums `[n, ...]` over the leading axis from first to last, rounding every partial sum to the dtype of `x`."""
     total = x[0].clone()
@@ -165,7 +165,7 @@ def _(info, in_dims, x):
     return ordered_sum(x.movedim(in_dims[0], 1)), 0
 
 
-@torch.library.custom_op("functional_sl::simulated_sum", mutates_args=())
+@library.custom_op("functional_sl::simulated_sum", mutates_args=())
 def simulated_sum(x: Tensor, size: int) -> Tensor:
     """Sums `x` over the ranks that the innermost `torch.func.vmap` maps; every rank gets the same bytes."""
     if size == 1:
@@ -185,7 +185,7 @@ def _(info, in_dims, x, size):
     return total.expand(size, *total.shape).clone(), 0
 
 
-@torch.library.custom_op("functional_sl::simulated_gather", mutates_args=())
+@library.custom_op("functional_sl::simulated_gather", mutates_args=())
 def simulated_gather(x: Tensor, size: int) -> Tensor:
     """Returns `x` of every rank that the innermost `torch.func.vmap` maps, `[size, ...]`, on each of them."""
     if size == 1:

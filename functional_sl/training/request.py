@@ -18,14 +18,14 @@ from functional_sl.run import cli, manifest, resuming, runlog
 from functional_sl.run.cli import UsageError
 from functional_sl.training.config import MAY_CHANGE, UNSTORED, TrainConfig
 
+if TYPE_CHECKING:
+    from functional_sl.recipe import Builder
+
 RECIPES = ("bc_state", "bc_visual", "nerd", "rwm", "rigidformer")  # of this package
 _NO_RECIPE = (
     "no recipe: give --recipe=package.module:function, or --resume; this package has functional_sl.recipes.NAME:build "
     f"for the names {', '.join(RECIPES)}"
 )
-
-if TYPE_CHECKING:
-    from functional_sl.recipe import Builder
 
 
 class Request(NamedTuple):

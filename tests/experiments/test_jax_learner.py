@@ -47,7 +47,7 @@ def drawn(key: torch.Tensor, rows: torch.Tensor, action_dim: int) -> tuple[torch
     rows_key, noise_key = keys.split(key, 3)[1:]
     buffer = replay.ReplayState(rows, rows[:1, None], *(torch.tensor(x) for x in (ROWS, 0, ROWS)))
     k, b = CONFIG.updates_per_step, CONFIG.batch_size
-    found = replay.take(buffer, replay.indices(buffer, rows_key, (k * b,))).reshape(k, b, -1)
+    found = buffer.rows[replay.indices(buffer, rows_key, (k * b,))].reshape(k, b, -1)
     return found, keys.normal(noise_key, (k, 3 * b, action_dim))
 
 

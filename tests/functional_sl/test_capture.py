@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from equal import assert_bits_equal
-from torch import Tensor
+from torch import Tensor, library
 
 from functional_sl import capture, keys, tree
 
@@ -190,7 +190,7 @@ def test_inductor_writes_out_no_operator(monkeypatch: pytest.MonkeyPatch) -> Non
     """Torch before 2.13 wrote all arguments of an operator without a lowering, and what each was computed from."""
     from torch._inductor import config, exc
 
-    @torch.library.custom_op("functional_sl_tests::double", mutates_args=())
+    @library.custom_op("functional_sl_tests::double", mutates_args=())
     def double(x: torch.Tensor) -> torch.Tensor:
         return x * 2
 

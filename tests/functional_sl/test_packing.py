@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import library
 
 from functional_sl import packing, tree, wire
 
@@ -46,4 +47,4 @@ def test_another_shape_is_refused() -> None:
 
 def test_the_op_is_what_a_compiler_takes_it_for() -> None:
     arguments = (tree.leaves(gradients("cpu")), torch.tensor(0.0), torch.float32)
-    torch.library.opcheck(packing._pack, arguments, test_utils=("test_schema", "test_faketensor"))
+    library.opcheck(packing._pack, arguments, test_utils=("test_schema", "test_faketensor"))

@@ -4,6 +4,7 @@ import collections
 
 import pytest
 import torch
+from torch import library
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import grad, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -67,8 +68,8 @@ def test_every_implementation_of_the_hash_agrees(size):
 @pytest.mark.parametrize("form", FORMS)
 def test_the_operators_are_registered_soundly(form):
     for key in (keys.key(1), keys.split(keys.key(1), 9)):
-        torch.library.opcheck(torch.ops.functional_sl.threefry2x32.default, (key, torch.arange(9)))
-        torch.library.opcheck(torch.ops.functional_sl.threefry_draw.default, (key, 9, form))
+        library.opcheck(torch.ops.functional_sl.threefry2x32.default, (key, torch.arange(9)))
+        library.opcheck(torch.ops.functional_sl.threefry_draw.default, (key, 9, form))
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "meta"])

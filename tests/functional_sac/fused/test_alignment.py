@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import library
 
 from functional_sac import networks
 from functional_sac.fused import alignment
@@ -33,4 +34,4 @@ def test_trunks_become_one_stack(device: str, dtype: torch.dtype, members: tuple
 def test_the_op_is_what_a_compiler_takes_it_for() -> None:
     leaves = tree.leaves(critics(0, 2, 37))
     arguments = (leaves, [37, 37, 40, *(leaf.shape[-1] for leaf in leaves[3:])], torch.bfloat16)
-    torch.library.opcheck(alignment._align, arguments, test_utils=("test_schema", "test_faketensor"))
+    library.opcheck(alignment._align, arguments, test_utils=("test_schema", "test_faketensor"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import library
 
 from functional_sac import networks
 from functional_sac.fused import descent
@@ -99,6 +100,4 @@ def test_the_op_is_what_a_compiler_takes_it_for() -> None:
     params, target, opt, gradient = start("Critic")
     corrections = optim.corrections(opt.count, torch.tensor(RATE, dtype=torch.float64))
     arguments = ("Critic", tree.leaves(params), tree.leaves(target), gradient, opt.mu, opt.nu, torch.tensor(True))
-    torch.library.opcheck(
-        descent._descend, (*arguments, *corrections, TAU), test_utils=("test_schema", "test_faketensor")
-    )
+    library.opcheck(descent._descend, (*arguments, *corrections, TAU), test_utils=("test_schema", "test_faketensor"))

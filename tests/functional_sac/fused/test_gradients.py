@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from torch import library
 
 from functional_sac import losses, updates
 from functional_sac.config import SACConfig
@@ -226,10 +227,10 @@ def test_an_operator_agrees_with_its_shapes_and_changes_nothing(device: str) -> 
         leaves += [normal(3, 8, 32).bfloat16(), normal(3, 8), normal(3, 8)]
     x = torch.nn.functional.pad(normal(24, 6), (0, 10))
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(trunk.forward, (x, leaves, 1e-5), test_utils=checks)
+    library.opcheck(trunk.forward, (x, leaves, 1e-5), test_utils=checks)
     kept = trunk.forward(x, leaves, 1e-5)
     dh = normal(2, 7, 8).bfloat16()
-    torch.library.opcheck(trunk.backward, (dh, x, leaves, kept), test_utils=checks)
+    library.opcheck(trunk.backward, (dh, x, leaves, kept), test_utils=checks)
     found = trunk.backward(dh, x, leaves, kept)
     assert [(t.shape, t.dtype) for t in found] == [(t[1:].shape, torch.float32) for t in leaves]
 
