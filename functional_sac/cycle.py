@@ -20,6 +20,7 @@ from functional_sac import replay, reward_scale
 from functional_sac.config import SACConfig
 from functional_sac.distributions import Sample
 from functional_sac.envs.env import EnvSpec
+from functional_sac.fused.inputs import Batch
 from functional_sac.losses import CriticStats
 from functional_sac.networks import Actor, Critic, Stats
 from functional_sac.transition import Transition
@@ -168,8 +169,11 @@ class _Regions:
         }
         return updates + len(history), means
 
-    def _batch(self, rows: Tensor, places: Tensor, divisor: Tensor) -> Transition:
-        batch = replay.unpack(rows.index_select(0, places), replay.fields(self.updates.spec))
+    def _batch(self, rows: Tensor, places: Tensor, divisor: Tensor) -> Transition | Batch:
+        columns = replay.fields(self.updates.spec)
+        if self.updates.fused:
+            return Batch(rows, places, columns, divisor)
+        batch = replay.unpack(rows.index_select(0, places), columns)
         return batch._replace(reward=batch.reward / divisor)
 
 

@@ -19,6 +19,7 @@ from functional_sac.distributions import Sample
 from functional_sac.envs.env import EnvSpec
 from functional_sac.fused.descent import descend
 from functional_sac.fused.gradients import Gradients
+from functional_sac.fused.inputs import Batch
 from functional_sac.losses import Losses
 from functional_sac.networks import Actor, Critic, Stats
 from functional_sac.transition import Transition
@@ -96,7 +97,7 @@ class Updates:
         )
 
     def policy(
-        self, part: PolicyPart, critic: Critic, stats: Stats, batch: Transition, noise: Tensor
+        self, part: PolicyPart, critic: Critic, stats: Stats, batch: Transition | Batch, noise: Tensor
     ) -> tuple[PolicyPart, Metrics]:
         """Updates the actor, then the temperature with the entropy of the actor before its step.
 
@@ -116,13 +117,13 @@ class Updates:
         temperature, _, heat = self.temperature.update(part.temperature, aux.metrics["entropy"])
         return PolicyPart(actor, temperature, self._rescale(part.scale, ok)), {**aux.metrics, **heat.metrics}
 
-    def next_policy(self, actor: Actor, stats: Stats, batch: Transition, noise: Tensor) -> Sample:
+    def next_policy(self, actor: Actor, stats: Stats, batch: Transition | Batch, noise: Tensor) -> Sample:
         """Returns what the policy does in a batch's next observations; see `losses.Losses.next_policy`."""
         policy = Gradients(self.loss) if self.fused else self.loss
         return policy.next_policy(actor, stats, batch, noise)
 
     def critics(
-        self, part: CriticPart, policy: Sample, log_temperature: Tensor, batch: Transition
+        self, part: CriticPart, policy: Sample, log_temperature: Tensor, batch: Transition | Batch
     ) -> tuple[CriticPart, Metrics]:
         """Updates the critics, then moves the target towards them, unless the gate is closed.
 

@@ -66,10 +66,10 @@ SAC = {
     "replay": "envs transition | keys",
     "acting": "networks | keys",
     "losses": "config distributions networks transition value | step tree",
-    "fused": "distributions losses networks transition value | kernels optim step tree wire",
+    "fused": "distributions losses networks replay transition value | kernels optim step tree wire",
     "updates": "config distributions envs fused losses networks transition | "
     "gate keys loss_scale optim parallel schedules step tree",
-    "cycle": "config distributions envs losses networks replay reward_scale transition updates | "
+    "cycle": "config distributions envs fused losses networks replay reward_scale transition updates | "
     "kernels keys parallel schedules tree",
     "iteration": "acting config cycle envs losses noise replay reward_scale transition updates | capture keys parallel",
     "hosted": "envs iteration | capture tree",

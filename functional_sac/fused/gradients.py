@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from functional_sac import distributions, networks
-from functional_sac.fused import actor_head, critic_heads, frozen_critics, trunk
+from functional_sac.fused import actor_head, critic_heads, frozen_critics, inputs, trunk
 from functional_sac.fused.alignment import aligned
 from functional_sac.losses import CriticStats, Losses
 from functional_sac.networks import BN_EPS, BN_MOMENTUM, Actor, BatchNorm, Block, Critic, Stats, Trunk
@@ -55,12 +55,12 @@ class Gradients:
         target: Critic,
         policy: distributions.Sample,
         log_temperature: Tensor,
-        batch: Transition,
+        batch: Transition | inputs.Batch,
     ) -> tuple[Critic, Tensor, Aux]:
         """Returns what `losses.critic` towards `losses.critic_goal` comes to; arguments as there."""
-        loss = self.losses
-        x = torch.cat(loss.critic_input(batch, policy), -1)
-        x, leaves = networks.padded(x), aligned([params.trunk, target.trunk], _products(loss.dtype, x))
+        loss, lying = self.losses, inputs.batch(batch)
+        x, batch = lying.critic_input(policy.action), lying.transition()
+        leaves = aligned([params.trunk, target.trunk], _products(loss.dtype, x))
         mean, inverse_std, *_, h = kept = trunk.forward(x, leaves, BN_EPS)
         of_online = moved(stats.online, mean[:2], inverse_std[:2], x.shape[0])
         of_target = moved(stats.target, mean[2:], inverse_std[2:], x.shape[0])
@@ -78,16 +78,16 @@ class Gradients:
         critic: Critic,
         critic_stats: Stats,
         log_temperature: Tensor,
-        batch: Transition,
+        batch: Transition | inputs.Batch,
         noise: Tensor,
     ) -> tuple[Actor, Tensor, Aux]:
         """Returns what `losses.actor` comes to; arguments as there."""
-        rows, loss = batch.reward.shape[0], self.losses
-        x = torch.cat([batch.observation.actor, batch.next_observation.actor])
-        dtype = _products(loss.dtype, x)
+        loss, lying = self.losses, inputs.batch(batch)
+        x, batch = lying.actor_input(), lying.transition()
+        rows, dtype = batch.reward.shape[0], _products(loss.dtype, x)
         stacked, old = tree.map(lambda leaf: leaf.unsqueeze(0), (params.trunk, stats))
-        inputs, leaves = networks.padded(x), aligned([stacked], dtype)
-        mean, inverse_std, *_, h = kept = trunk.forward(inputs, leaves, BN_EPS)
+        leaves = aligned([stacked], dtype)
+        mean, inverse_std, *_, h = kept = trunk.forward(x, leaves, BN_EPS)
         new = moved(old, mean, inverse_std, x.shape[0])
 
         def sample(raw: Tensor) -> distributions.Sample:
@@ -108,13 +108,15 @@ class Gradients:
         daction = daction + dq.unsqueeze(-1) * slope
         (draw,) = pullback(distributions.Sample(daction, dlog_prob))
         dh, post_scale, *heads = actor_head.backward(params, head, draw)
-        of_trunk = gradients(stacked, trunk.backward(dh, inputs, leaves, kept), post_scale.unsqueeze(0))
+        of_trunk = gradients(stacked, trunk.backward(dh, x, leaves, kept), post_scale.unsqueeze(0))
         own, new = tree.map(lambda leaf: leaf.squeeze(0), (of_trunk, new))
         return Actor(own, *heads), found, Aux(new, metrics)
 
-    def next_policy(self, actor: Actor, stats: Stats, batch: Transition, noise: Tensor) -> distributions.Sample:
+    def next_policy(
+        self, actor: Actor, stats: Stats, batch: Transition | inputs.Batch, noise: Tensor
+    ) -> distributions.Sample:
         """Returns what `losses.next_policy` comes to; arguments as there."""
-        x = batch.next_observation.actor
+        x = inputs.batch(batch).transition().next_observation.actor
         stacked = tree.map(lambda leaf: leaf.unsqueeze(0), (actor.trunk, stats))
         h = frozen_critics.activations(*stacked, x, _products(self.losses.dtype, x))
         return _sample(actor_head.forward(h, actor, x.dtype)[0], noise)
