@@ -96,8 +96,9 @@ def make_learner(
         wrapped = wrap(getattr(regions, name))
         return kernels.ahead(getattr(alone, name), wrapped) if fused else wrapped
 
+    copies = kernels.ahead(updates.copies, updates.copies) if fused else updates.copies
     cycle = _Cycle(
-        config, across.size, wrap(regions.sample), built("policy"), built("next_policies"), built("critics"),
+        config, across.size, copies, wrap(regions.sample), built("policy"), built("next_policies"), built("critics"),
         wrap(regions.average), tuple(wrap(regions.summary) for _ in range(phases(config))),
     )  # fmt: skip
 
@@ -138,19 +139,19 @@ class _Regions:
 
     def policy(
         self, part: PolicyPart, critic: Critic, stats: Stats, rows: Tensor, places: Tensor, divisor: Tensor,
-        noise: Tensor,
+        noise: Tensor, critic_copies: tuple[Tensor, ...],
     ) -> tuple[PolicyPart, Metrics]:  # fmt: skip
         noise = noise[: 2 * self.updates.config.batch_size]
-        return self.updates.policy(part, critic, stats, self._batch(rows, places, divisor), noise)
+        return self.updates.policy(part, critic, stats, self._batch(rows, places, divisor), noise, critic_copies)
 
     def next_policies(
         self, nothing: tuple[()], actor: Actor, stats: Stats, rows: Tensor, places: Tensor, divisor: Tensor,
-        noise: Tensor,
+        noise: Tensor, copies: tuple[Tensor, ...],
     ) -> tuple[tuple[()], Metrics]:  # fmt: skip
         """Samples for the critics of several updates at once: places [g, B], noise [g, 3B, A]."""
         noise = noise[:, 2 * self.updates.config.batch_size :]
         batch = self._batch(rows, places.flatten(), divisor)
-        sample = self.updates.next_policy(actor, stats, batch, noise.flatten(0, 1))
+        sample = self.updates.next_policy(actor, stats, batch, noise.flatten(0, 1), copies)
         return nothing, {name: x.unflatten(0, places.shape) for name, x in sample._asdict().items()}
 
     def critics(
@@ -183,6 +184,7 @@ class _Cycle:
 
     config: SACConfig
     ranks: int
+    copies: Callable[[SACState], SACState]
     sample: Region
     policy: Region
     next_policies: Region
@@ -195,6 +197,8 @@ class _Cycle:
     ) -> tuple[SACState, Metrics]:
         key, drawn = self.sample(state.key, buffer, scale)
         state, history, samples = state._replace(key=key), [], []
+        if self.config.updates_per_step > 1:
+            state = self.copies(state)
         acting = with_actor(self.config, phase)
         for k, acts in enumerate(acting):
             batch = (buffer.rows, drawn["places"].select(-2, k), drawn["divisor"])
@@ -204,6 +208,7 @@ class _Cycle:
             change_critics = functools.partial(self._change_critics, samples, ahead, batch)
             state, metrics = _update(self.config, state, change_policy, change_critics)
             history.append(metrics)
+        state = state._replace(actor_copies=(), critic_copies=())
         if self.ranks > 1:
             state = self._share_statistics(state)
         if len(history) == 1:
@@ -221,7 +226,7 @@ class _Cycle:
     def _ahead(self, rows: Tensor, drawn: Metrics, first: int, count: int, state: SACState) -> list[Sample]:
         """Returns the samples of `count` updates, from the first one, that share the state's policy."""
         places, noise = drawn["places"].narrow(-2, first, count), drawn["noise"].narrow(-3, first, count)
-        inputs = (state.actor.params, state.actor.stats, rows, places, drawn["divisor"], noise)
+        inputs = (state.actor.params, state.actor.stats, rows, places, drawn["divisor"], noise, state.actor_copies)
         _, found = self.next_policies((), *inputs)
         return [Sample(found["action"].select(-3, i), found["log_prob"].select(-2, i)) for i in range(count)]
 
@@ -241,13 +246,13 @@ def _sharing(config: SACConfig, acting: tuple[bool, ...]) -> int:
 
 
 def _change_policy(policy: Region, state: SACState, inputs: tuple) -> tuple[SACState, Metrics]:
-    part = PolicyPart(state.actor, state.temperature, state.scale)
-    part, metrics = policy(part, state.critic.params, state.critic.stats.online, *inputs)
+    part = PolicyPart(state.actor, state.temperature, state.scale, state.actor_copies)
+    part, metrics = policy(part, state.critic.params, state.critic.stats.online, *inputs, state.critic_copies)
     return state._replace(**part._asdict()), metrics
 
 
 def _change_critics(critics: Region, state: SACState, sample: Sample, *batch: tree.Tree) -> tuple[SACState, Metrics]:
-    part = CriticPart(state.critic, state.target, state.scale)
+    part = CriticPart(state.critic, state.target, state.scale, state.critic_copies)
     part, metrics = critics(part, sample, state.temperature.params, *batch)
     return state._replace(**part._asdict()), metrics
 

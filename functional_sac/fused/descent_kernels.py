@@ -41,20 +41,38 @@ def _adam(param, vectors, new_vectors, place, start, inside, is_open, step, inve
 
 
 @triton.jit
-def _settle(new, target, new_target, old, value, place, inside, is_open, AVERAGE: tl.constexpr, TAU: tl.constexpr):
-    """Selects a tile of a leaf and moves its target."""
+def _copy(copy, value, row, column, inside, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Stores a tile in the type of the copy, with zeros up to its width."""
+    wanted = (row < ROWS)[:, None] & (column < WIDTH)[None, :]
+    value = tl.where(inside, value, 0.0).to(copy.dtype.element_ty)
+    tl.store(copy + row[:, None] * WIDTH + column[None, :], value, mask=wanted)
+
+
+@triton.jit
+def _settle(
+    new, target, new_target, copy, old, value, row, column, is_open,
+    ROWS: tl.constexpr, LENGTH: tl.constexpr, WIDTH: tl.constexpr, AVERAGE: tl.constexpr, TAU: tl.constexpr,
+):  # fmt: skip
+    """Selects a tile of a leaf and moves its target; copies both where they have a width."""
+    place = row[:, None] * LENGTH + column[None, :]
+    inside = (row < ROWS)[:, None] & (column < LENGTH)[None, :]
     value = tl.where(is_open, value, old)
     tl.store(new + place, value, mask=inside)
+    if WIDTH > 0:
+        _copy(copy, value, row, column, inside, ROWS, WIDTH)
     if AVERAGE:
         behind = tl.load(target + place, mask=inside, other=0.0)
-        tl.store(new_target + place, tl.where(is_open, behind + TAU * (value - behind), behind), mask=inside)
+        behind = tl.where(is_open, behind + TAU * (value - behind), behind)
+        tl.store(new_target + place, behind, mask=inside)
+        if WIDTH > 0:
+            _copy(copy + ROWS * WIDTH, behind, row, column, inside, ROWS, WIDTH)
 
 
 @triton.jit
 def _rows(
-    params, targets, vectors, new, new_targets, new_vectors, row, is_open, step, inverse_root,
+    params, targets, vectors, new, new_targets, new_vectors, copies, row, is_open, step, inverse_root,
     i: tl.constexpr, KIND: tl.constexpr, START: tl.constexpr, ROWS: tl.constexpr, LENGTH: tl.constexpr,
-    R: tl.constexpr, C: tl.constexpr, AVERAGE: tl.constexpr, TAU: tl.constexpr,
+    WIDTH: tl.constexpr, R: tl.constexpr, C: tl.constexpr, AVERAGE: tl.constexpr, TAU: tl.constexpr,
 ):  # fmt: skip
     """Takes R rows of leaf i through the update."""
     row += tl.arange(0, R)
@@ -76,15 +94,19 @@ def _rows(
         if KIND == _PAIR:
             bias *= factor
             _settle(
-                new[i + 1], targets[i + 1], new_targets[i + 1], old_bias, bias, place, inside, is_open, AVERAGE, TAU
-            )
-    _settle(new[i], targets[i], new_targets[i], old, value, place, inside, is_open, AVERAGE, TAU)
+                new[i + 1], targets[i + 1], new_targets[i + 1], copies[i + 1], old_bias, bias, row, column,
+                is_open, ROWS, LENGTH, WIDTH, AVERAGE, TAU,
+            )  # fmt: skip
+    _settle(
+        new[i], targets[i], new_targets[i], copies[i], old, value, row, column, is_open, ROWS, LENGTH, WIDTH,
+        AVERAGE, TAU,
+    )  # fmt: skip
 
 
 # Triton keeps the name `params` of an argument to itself.
 @triton.jit
 def _descend(
-    leaves, targets, vectors, ok, steps, roots, new, new_targets, new_vectors,
+    leaves, targets, vectors, ok, steps, roots, new, new_targets, new_vectors, copies,
     PLAN: tl.constexpr, COUNT: tl.constexpr, AVERAGE: tl.constexpr, TAU: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
@@ -94,9 +116,9 @@ def _descend(
     for n in tl.static_range(COUNT):
         if (program >= PLAN[n][0]) & (program < PLAN[n][1]):
             _rows(
-                leaves, targets, vectors, new, new_targets, new_vectors, (program - PLAN[n][0]) * PLAN[n][7], is_open,
-                step, inverse_root, PLAN[n][2], PLAN[n][3], PLAN[n][4], PLAN[n][5], PLAN[n][6], PLAN[n][7], PLAN[n][8],
-                AVERAGE, TAU,
+                leaves, targets, vectors, new, new_targets, new_vectors, copies, (program - PLAN[n][0]) * PLAN[n][8],
+                is_open, step, inverse_root, PLAN[n][2], PLAN[n][3], PLAN[n][4], PLAN[n][5], PLAN[n][6], PLAN[n][7],
+                PLAN[n][8], PLAN[n][9], AVERAGE, TAU,
             )  # fmt: skip
 
 
@@ -106,6 +128,7 @@ def descend(
     target: Sequence[Tensor],
     vectors: tuple[Tensor, Tensor, Tensor],
     numbers: tuple[Tensor, Tensor, Tensor],
+    copies: list[Tensor],
     tau: float,
 ) -> list[Tensor]:
     """Launches `descent.descend`.
@@ -116,35 +139,45 @@ def descend(
       target: likewise, or none.
       vectors: gradient and moments [P].
       numbers: the gate's answer, the step size and the root of the mean square's correction, 0-d.
+      copies: take the first leaves of the parameters, then of the target, in their own type and widths; or none.
       tau: weight of the new parameters in the target.
 
     Returns:
-      The leaves of the parameters, then those of the target, then both moments.
+      Both moments, then the leaves of the parameters, those of the target and the copies.
     """
     vectors = tuple(vector.contiguous() for vector in vectors)
     leaves = [leaf.contiguous() for leaf in (*params, *target)]
-    new = [torch.empty_like(leaf) for leaf in (*leaves, *vectors[1:])]
-    own, plan = len(params), _plan(names, tuple(tuple(leaf.shape) for leaf in params))
-    # Without a target the last leaves are those of the parameters, which nobody then reads or writes.
+    moments, new = ([torch.empty_like(tensor) for tensor in tensors] for tensors in (vectors[1:], leaves))
+    own = len(params)
+    plan = _plan(names, tuple(tuple(leaf.shape) for leaf in params), tuple(copy.shape[-1] for copy in copies))
+    # Without a target the last leaves are those of the parameters, which nobody then reads or writes; so with copies.
     launch(
         _descend, (plan[-1][1],), tuple(leaves[:own]), tuple(leaves[-own:]), vectors, *numbers, tuple(new[:own]),
-        tuple(new[-own - 2 : -2]), tuple(new[-2:]), PLAN=plan, COUNT=len(plan), AVERAGE=bool(target), TAU=tau,
+        tuple(new[-own:]), tuple(moments), (*copies, *new[len(copies) : own]), PLAN=plan, COUNT=len(plan),
+        AVERAGE=bool(target), TAU=tau,
     )  # fmt: skip
-    return new
+    return [*moments, *new, *copies]
 
 
 @functools.cache
-def _plan(names: tuple[str, ...], shapes: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
-    """Returns (first program, the one behind the last, leaf, kind, place in [P], rows, length, R, C) of each branch."""
+def _plan(
+    names: tuple[str, ...], shapes: tuple[tuple[int, ...], ...], widths: tuple[int, ...]
+) -> tuple[tuple[int, ...], ...]:
+    """Returns what each branch takes, as tuples of constants.
+
+    They are the first program and the one behind the last, leaf, kind, place in [P], rows, length, width of the copy or
+    0, and the rows and columns of a tile.
+    """
     plan, first, start = [], 0, 0
     for i, (name, shape) in enumerate(zip(names, shapes, strict=True)):
         rows, length = math.prod(shape[:-1]), shape[-1]
-        columns = triton.next_power_of_2(length)
+        width = widths[i] if i < len(widths) else 0
+        columns = triton.next_power_of_2(max(length, width))
         height = max(1, TILE // columns)
         # A bias goes with the scale before it.
         if not name.endswith("/bias"):
             last = first + triton.cdiv(rows, height)
-            plan.append((first, last, i, _kind(name).value, start, rows, length, height, columns))
+            plan.append((first, last, i, _kind(name).value, start, rows, length, width, height, columns))
             first = last
         start += rows * length
     return tuple(plan)

@@ -10,6 +10,7 @@ differentiates the policy's density and the actor's loss in it.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -56,11 +57,15 @@ class Gradients:
         policy: distributions.Sample,
         log_temperature: Tensor,
         batch: Transition | inputs.Batch,
+        copies: Sequence[Tensor] = (),
     ) -> tuple[Critic, Tensor, Aux]:
-        """Returns what `losses.critic` towards `losses.critic_goal` comes to; arguments as there."""
+        """Returns what `losses.critic` towards `losses.critic_goal` comes to; arguments as there.
+
+        `copies` are the trunks of both, `alignment.aligned`, where they are there already.
+        """
         loss, lying = self.losses, inputs.batch(batch)
         x, batch = lying.critic_input(policy.action), lying.transition()
-        leaves = aligned([params.trunk, target.trunk], _products(loss.dtype, x))
+        leaves = list(copies) or aligned([params.trunk, target.trunk], _products(loss.dtype, x))
         mean, inverse_std, *_, h = kept = trunk.forward(x, leaves, BN_EPS)
         of_online = moved(stats.online, mean[:2], inverse_std[:2], x.shape[0])
         of_target = moved(stats.target, mean[2:], inverse_std[2:], x.shape[0])
@@ -80,13 +85,18 @@ class Gradients:
         log_temperature: Tensor,
         batch: Transition | inputs.Batch,
         noise: Tensor,
+        copies: Sequence[Tensor] = (),
+        critic_copies: Sequence[Tensor] = (),
     ) -> tuple[Actor, Tensor, Aux]:
-        """Returns what `losses.actor` comes to; arguments as there."""
+        """Returns what `losses.actor` comes to; arguments as there.
+
+        `copies` are the actor's trunk, `alignment.aligned`, and `critic_copies` those that `critic` takes.
+        """
         loss, lying = self.losses, inputs.batch(batch)
         x, batch = lying.actor_input(), lying.transition()
         rows, dtype = batch.reward.shape[0], _products(loss.dtype, x)
         stacked, old = tree.map(lambda leaf: leaf.unsqueeze(0), (params.trunk, stats))
-        leaves = aligned([stacked], dtype)
+        leaves = list(copies) or aligned([stacked], dtype)
         mean, inverse_std, *_, h = kept = trunk.forward(x, leaves, BN_EPS)
         new = moved(old, mean, inverse_std, x.shape[0])
 
@@ -101,7 +111,8 @@ class Gradients:
         policy, pullback = torch.func.vjp(sample, raw)
         seen = torch.cat([critic_view(batch.observation), policy.action], -1)
         actions = policy.action.shape[-1]
-        q, slope = frozen_critics.lower_value(critic, critic_stats, seen, actions, dtype, *loss.atoms)
+        weights = [leaf[: critic.b.shape[0]] for leaf in critic_copies] or aligned([critic.trunk], dtype)
+        q, slope = frozen_critics.lower_value(critic, critic_stats, weights, seen, actions, *loss.atoms)
         (daction, dlog_prob, dq), (found, metrics) = torch.func.grad_and_value(value, (0, 1, 2), has_aux=True)(
             *policy, q
         )
@@ -113,12 +124,18 @@ class Gradients:
         return Actor(own, *heads), found, Aux(new, metrics)
 
     def next_policy(
-        self, actor: Actor, stats: Stats, batch: Transition | inputs.Batch, noise: Tensor
+        self,
+        actor: Actor,
+        stats: Stats,
+        batch: Transition | inputs.Batch,
+        noise: Tensor,
+        copies: Sequence[Tensor] = (),
     ) -> distributions.Sample:
-        """Returns what `losses.next_policy` comes to; arguments as there."""
+        """Returns what `losses.next_policy` comes to; arguments as there, and `copies` as `actor` takes them."""
         x = inputs.batch(batch).transition().next_observation.actor
         stacked = tree.map(lambda leaf: leaf.unsqueeze(0), (actor.trunk, stats))
-        h = frozen_critics.activations(*stacked, x, _products(self.losses.dtype, x))
+        weights = list(copies) or aligned([stacked[0]], _products(self.losses.dtype, x))
+        h = frozen_critics.activations(*stacked, weights, x)
         return _sample(actor_head.forward(h, actor, x.dtype)[0], noise)
 
 
