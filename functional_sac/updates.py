@@ -173,10 +173,10 @@ class Updates:
         self, step: Step, state: StepState, target: Critic | tuple[()], copies: tuple[Tensor, ...], inputs: tuple
     ) -> tuple[StepState, Descended, Tensor, Aux]:
         """Does what `step.update` and the target's average do, as one op behind the gradient."""
-        gradient, ok, aux = step.gradient(state, *inputs)
+        gradients, ok, aux = step.gradient(state, *inputs)
         rate = self.rate(state.opt.count)
         kind = self.loss.dtype if copies else None
-        found = descend(state.params, target, state.opt, gradient, ok, rate, self.config.tau, kind)
+        found = descend(state.params, target, state.opt, gradients, ok, rate, self.config.tau, kind)
         stats = tree.where(ok, aux.stats, state.stats)
         return StepState(found.params, stats, found.opt, gate.update(state.gate, ok)), found, ok, aux
 

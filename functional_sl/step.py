@@ -54,13 +54,13 @@ class Step(NamedTuple):
     Attributes:
       init: `(params, stats) -> StepState`.
       update: `(state, *inputs, scale=None) -> (StepState, ok, Aux)`.
-      gradient: `(state, *inputs, scale=None) -> (gradient [P], ok, Aux)`, the part of `update` before the transform,
-        where another one follows.
+      gradient: `(state, *inputs, scale=None) -> (gradients, ok, Aux)`, the part of `update` before the transform,
+        where another one follows. The gradients are like the parameters, in types that theirs holds.
     """
 
     init: Callable[..., StepState]
     update: Callable[..., tuple[StepState, Tensor, Aux]]
-    gradient: Callable[..., tuple[Tensor, Tensor, Aux]]
+    gradient: Callable[..., tuple[tree.Tree, Tensor, Aux]]
 
 
 Loss = Callable[..., tuple[Tensor, Aux]]
@@ -98,7 +98,7 @@ def make_step(
     """
     if gradient is not None and accumulation > 1:
         raise ValueError(f"accumulation={accumulation}: a gradient that is written out takes one batch")
-    reduce = (collectives or single()).reduce
+    ranks, reduce = (collectives or single())[:2]
     layouts: dict[tuple, wire.Layout] = {}  # naming the leaves anew takes as long as packing them
 
     def layout_of(grads: tree.Tree) -> wire.Layout:
@@ -120,16 +120,29 @@ def make_step(
             grads, value, aux = _accumulate(loss, accumulation, state, inputs, scale)
             layout = layout_of(grads)
             packed = wire.pack(layout, grads, wire.sentinel(value, grads))
-        elif scale is not None:
-            raise ValueError("scale: a gradient that is written out knows no loss scale")
         else:
-            grads, value, aux = gradient(state.params, state.stats, *inputs)
+            grads, value, aux = written(state, inputs, scale)
             layout = layout_of(state.params)
             packed = packing.pack(layout, grads, value)
         reduced = reduce(packed, layout)
         # What has not travelled is what the sentinel has seen.
         ok = packed[-1] == 0 if reduced is packed else gate.is_open(reduced)
         return reduced[:-1], ok, Aux(aux.stats, aux.metrics, packed[-1])
+
+    def written(state: StepState, inputs: tuple, scale: Tensor | None) -> tuple[tree.Tree, Tensor, Aux]:
+        if scale is not None:
+            raise ValueError("scale: a gradient that is written out knows no loss scale")
+        return gradient(state.params, state.stats, *inputs)
+
+    def gradients(state: StepState, *inputs: tree.Tree, scale: Tensor | None = None) -> tuple[tree.Tree, Tensor, Aux]:
+        layout = layout_of(state.params)
+        if gradient is None or ranks > 1 or layout.travels_as != layout.dtype:
+            mean, ok, aux = average(state, *inputs, scale=scale)
+            return wire.unpack(mean, state.params), ok, aux
+        # Nothing travels, so nothing is packed.
+        grads, value, aux = written(state, inputs, scale)
+        sentinel = packing.sentinel(layout, grads, value)
+        return grads, sentinel == 0, Aux(aux.stats, aux.metrics, sentinel)
 
     def update(state: StepState, *inputs: tree.Tree, scale: Tensor | None = None) -> tuple[StepState, Tensor, Aux]:
         mean, ok, aux = average(state, *inputs, scale=scale)
@@ -143,7 +156,7 @@ def make_step(
         params = wire.unpack(flat + updates, state.params)
         return (project(params) if project else params), aux.stats, opt
 
-    return Step(init, update, average)
+    return Step(init, update, gradients)
 
 
 def _accumulate(

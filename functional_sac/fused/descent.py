@@ -37,7 +37,7 @@ def descend(
     params: Actor | Critic,
     target: Actor | Critic | tuple[()],
     opt: AdamState,
-    gradient: Tensor,
+    gradients: Actor | Critic,
     ok: Tensor,
     rate: Tensor,
     tau: float,
@@ -49,7 +49,7 @@ def descend(
       params: of a network, or of stacked ones.
       target: the average of such parameters, or ().
       opt: of the parameters, moments [P].
-      gradient: [P].
+      gradients: like the parameters, in types that theirs holds; they may have gaps between their rows.
       ok: () bool, the gate's.
       rate: (), the learning rate.
       tau: weight of the new parameters in the target.
@@ -60,7 +60,8 @@ def descend(
     count = opt.count + 1
     corrections = optim.corrections(count, rate)
     network = type(params).__name__
-    mu, nu, *found = _descend(network, leaves, others, gradient, opt.mu, opt.nu, ok, *corrections, tau, copies)
+    slopes = tree.leaves(gradients)
+    mu, nu, *found = _descend(network, leaves, others, slopes, opt.mu, opt.nu, ok, *corrections, tau, copies)
     opt = AdamState(torch.where(ok, count, opt.count), mu, nu)
     own, both = len(leaves), len(leaves) + len(others)
     new, behind = tree.unflatten(structure, found[:own]), tree.unflatten(target_structure, found[own:both])
@@ -72,7 +73,7 @@ def _descend(
     network: str,
     params: Sequence[Tensor],
     target: Sequence[Tensor],
-    gradient: Tensor,
+    gradients: Sequence[Tensor],
     mu: Tensor,
     nu: Tensor,
     ok: Tensor,
@@ -83,6 +84,7 @@ def _descend(
 ) -> list[Tensor]:
     """Returns both moments, then the leaves of the parameters, those of the target and the copies."""
     old = network_of(network, params)
+    gradient = torch.cat([leaf.reshape(-1).to(mu.dtype) for leaf in gradients])
     new_mu, new_nu, denominator = optim.moments(gradient, mu, nu, root)
     flat = torch.cat([leaf.reshape(-1) for leaf in params]) + new_mu * step / denominator
     new = tree.where(ok, networks.project(wire.unpack(flat, old)), old)
@@ -95,8 +97,8 @@ def _descend(
 
 @_descend.register_fake
 def _(
-    network: str, params: Sequence[Tensor], target: Sequence[Tensor], gradient: Tensor, mu: Tensor, nu: Tensor,
-    *numbers: object,
+    network: str, params: Sequence[Tensor], target: Sequence[Tensor], gradients: Sequence[Tensor], mu: Tensor,
+    nu: Tensor, *numbers: object,
 ) -> list[Tensor]:  # fmt: skip
     found = [leaf.new_empty(leaf.shape) for leaf in (mu, nu, *params, *target)]
     return found if numbers[-1] is None else [*found, *alignment.empty(trunks(network, params, target), numbers[-1])]
@@ -134,4 +136,5 @@ if buildable():
         *given, tau, dtype = given
         names = tuple(tree.names(skeleton(network, len(params))))
         copies = [] if dtype is None else alignment.empty(trunks(network, params, target), dtype)
-        return descent_kernels.descend(names, params, target, given[:3], given[3:], copies, tau)
+        gradients, mu, nu, *numbers = given
+        return descent_kernels.descend(names, params, target, gradients, (mu, nu), numbers, copies, tau)
