@@ -54,9 +54,8 @@ def _forward(trunk: Trunk, stats: Stats, leaves: list[Tensor], x: Tensor) -> tup
     w, *blocks = leaves[INPUT_WEIGHT:]
     y = networks.padded(torch.addcmul(offset, x, slope)).to(w.dtype)
     h, tape = torch.bmm(y, w.mT), []
-    for w1, w2, first, second in zip(
-        blocks[::LEAVES], blocks[LEAVES // 2 :: LEAVES], rest[::2], rest[1::2], strict=True
-    ):
+    matrices = blocks[::LEAVES], blocks[LEAVES // 2 :: LEAVES]
+    for w1, w2, first, second in zip(*matrices, rest[::2], rest[1::2], strict=True):
         raw = torch.bmm(h, w1.mT)
         back = torch.bmm(running_norm.forward(raw, *first[0], *first[1], None), w2.mT)
         h = running_norm.forward(back, *second[0], *second[1], h)
