@@ -51,6 +51,19 @@ def matrices(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1, lead[-1] if lead else 1, length)
 
 
+def suits_hopper(*tensors: torch.Tensor) -> bool:
+    """Tells whether tensors on a Hopper GPU are of one half type and lie as kernels that are tuned for it load them."""
+    return all(
+        x.is_cuda
+        and torch.cuda.get_device_capability(x.device)[0] == 9
+        and x.dtype in (torch.bfloat16, torch.float16)
+        and x.dtype == tensors[0].dtype
+        and x.is_contiguous()
+        and x.data_ptr() % 16 == 0
+        for x in tensors
+    )
+
+
 def compile_ahead(fn: Callable[..., Any], *args: Any) -> None:
     """Compiles all kernels that `fn(*args)` launches by `launch`, side by side.
 

@@ -15,7 +15,7 @@ from functional_sl.kernels import buildable
 
 KERNELS = buildable()
 if KERNELS:
-    from functional_sac.fused import batch_norm_kernels, batch_norm_parts
+    from functional_sac.fused import batch_norm_kernels, batch_norm_parts, batch_norm_products
 
 
 def common(
@@ -112,3 +112,22 @@ def backward(
     dbias, dscale = dz.sum(1), (dz * centred).sum(1)
     rest = dz - (dbias / x.shape[1]).unsqueeze(1) - centred * (dscale / x.shape[1]).unsqueeze(1)
     return (rest * (scale * inverse_std).unsqueeze(1)).to(x.dtype).contiguous(), dscale, dbias
+
+
+def backward_of_product(
+    d: Tensor, w: Tensor, x: Tensor, scale: Tensor, bias: Tensor, mean: Tensor, inverse_std: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns what `backward` does for the gradient d times w, which on some GPUs is computed on the way.
+
+    Args:
+      d: [N, B, K].
+      w: [N, K, F] of the same type.
+      x: [N, B, F], as in `backward`, like those behind it.
+      scale: [N, F] float32.
+      bias: [N, F] float32.
+      mean: [N, F] float32.
+      inverse_std: [N, F] float32.
+    """
+    if KERNELS and batch_norm_products.fits(d, w, x):
+        return batch_norm_products.backward(d, w, x, (scale, bias, mean, inverse_std))
+    return backward(torch.bmm(d, w), x, scale, bias, mean, inverse_std)

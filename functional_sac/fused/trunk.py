@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, library
 
 from functional_sac.fused import batch_norm
+from functional_sac.fused.weight_gradients import weight_gradient, weight_gradients
 
 INPUT, LEAVES, KEPT = 3, 6, 4  # tensors of the input and of a block in the list of leaves; of a block in what is kept
 
@@ -69,43 +70,23 @@ def backward(dh: Tensor, x: Tensor, leaves: list[Tensor], kept: list[Tensor]) ->
     own = slice(dh.shape[0])
     leaves, (mean, inverse_std, y, *kept) = ([t[own] for t in tensors] for tensors in (leaves, kept))
     norms = list(_by_norm(mean, inverse_std, leaves))
-    whole, found = torch.empty_like(kept[0]), []
+    whole, found, pairs = torch.empty_like(kept[0]), [], []
     blocks = zip(_by_block(leaves[INPUT:], LEAVES), kept[::KEPT], _by_block(kept[1:], KEPT), strict=False)
     for (w1, scale1, bias1, w2, scale2, bias2), h, (first, inner, second, _) in reversed(list(blocks)):
         d, *norm2 = batch_norm.backward(dh, second, scale2, bias2, *norms.pop(), None if found else whole)
-        dw2 = weight_gradient(d, inner)
-        d, *norm1 = batch_norm.backward(torch.bmm(d, w2), first, scale1, bias1, *norms.pop())
-        found = [weight_gradient(d, h), *norm1, dw2, *norm2, *found]
-        dh = whole.baddbmm_(d, w1)
+        dx, *norm1 = batch_norm.backward_of_product(d, w2, first, scale1, bias1, *norms.pop())
+        dh = whole.baddbmm_(dx, w1)
+        found, pairs = [norm1, norm2, *found], [(dx, h), (d, inner), *pairs]
+    # One launch for the products of all blocks: none of them alone would fill a GPU.
+    matrices = weight_gradients(pairs)
     dw, dy = weight_gradient(dh, y), torch.bmm(dh, leaves[INPUT - 1])
-    return [*batch_norm.common_backward(dy, x, *norms.pop()), dw, *found]
+    of_blocks = [t for matrix, norm in zip(matrices, found, strict=True) for t in (matrix, *norm)]
+    return [*batch_norm.common_backward(dy, x, *norms.pop()), dw, *of_blocks]
 
 
 @backward.register_fake
 def _(dh: Tensor, x: Tensor, leaves: list[Tensor], kept: list[Tensor]) -> list[Tensor]:
     return [leaf.new_empty(dh.shape[0], *leaf.shape[1:], dtype=kept[0].dtype) for leaf in leaves]
-
-
-def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
-    """Returns dy transposed times x: [N, B, M] and [N, B, K] to [N, M, K], float32 where they are of a half type."""
-    if dy.dtype in (torch.bfloat16, torch.float16):
-        return torch.bmm(dy.mT, x, out_dtype=torch.float32) if dy.is_cuda else torch.bmm(dy.mT.float(), x.float())
-    parts = _parts(dy.shape[0] * dy.shape[2] * x.shape[2]) if dy.is_cuda else 1
-    return summed_by_parts(dy, x, parts if dy.shape[1] % parts == 0 else 1)
-
-
-def summed_by_parts(dy: Tensor, x: Tensor, parts: int) -> Tensor:
-    """Returns `weight_gradient` of one type, its rows in parts whose products are added in their order."""
-    if parts == 1:
-        return torch.bmm(dy.mT, x)
-    networks, rows, _ = dy.shape
-    dy, x = (t.reshape(networks * parts, rows // parts, t.shape[-1]) for t in (dy, x))
-    return torch.bmm(dy.mT, x).unflatten(0, (networks, parts)).sum(1)
-
-
-def _parts(size: int) -> int:
-    """Returns the parts in which cuBLAS is fastest in float32: thousands of rows leave it few and long programs."""
-    return 4 if size >= 2**19 else 16 if size >= 2**17 else 1
 
 
 def _widths(leaves: list[Tensor]) -> list[int]:

@@ -248,13 +248,3 @@ def test_an_operator_agrees_with_its_shapes_and_changes_nothing(device: str) -> 
     library.opcheck(trunk.backward, (dh, x, leaves, kept), test_utils=checks)
     found = trunk.backward(dh, x, leaves, kept)
     assert [(t.shape, t.dtype) for t in found] == [(t[1:].shape, torch.float32) for t in leaves]
-
-
-def test_rows_in_parts_add_up() -> None:
-    """Integers below 2^24: float32 is exact in any order."""
-    dy, x = (keys.randint(keys.key(i), (2, 64, size), -9, 9).float() for i, size in enumerate((5, 3)))
-    expected = torch.einsum("nbo,nbk->nok", dy, x)
-    for parts in (1, 4, 16):
-        assert torch.equal(trunk.summed_by_parts(dy, x, parts), expected)
-    shared = x[:1].expand(2, -1, -1)
-    assert torch.equal(trunk.summed_by_parts(dy, shared, 4), torch.einsum("nbo,nbk->nok", dy, shared))
