@@ -83,9 +83,8 @@ def _backward(
         row = begin + tl.arange(0, R)
         mask = (row < rows)[:, None] & inside[None, :]
         change = tl.load(flow[None, :] + row[:, None] * dy_row, mask=mask & (row < given)[:, None], other=0.0)
-        value, change = normalised(
-            source[None, :] + row[:, None] * x_row, change, mask, average, inverse, factor, offset, True
-        )  # fmt: skip
+        value = tl.load(source[None, :] + row[:, None] * x_row, mask=mask, other=0.0)
+        value, change = normalised(value, change, average, inverse, factor, offset, True)
         sums += change
         products += tl.where(mask, change * value, 0.0)
     total, weighted = tl.sum(sums, 0), tl.sum(products, 0)
@@ -101,9 +100,8 @@ def _backward(
         change = tl.load(flow[None, :] + row[:, None] * dy_row, mask=mask & (row < given)[:, None], other=0.0)
         if WHOLE:
             tl.store(whole + place[None, :] + row[:, None] * features, change, mask=mask)
-        value, change = normalised(
-            source[None, :] + row[:, None] * x_row, change, mask, average, inverse, factor, offset, True
-        )  # fmt: skip
+        value = tl.load(source[None, :] + row[:, None] * x_row, mask=mask, other=0.0)
+        value, change = normalised(value, change, average, inverse, factor, offset, True)
         change = (change - total[None, :] - value * weighted[None, :]) * slope[None, :]
         tl.store(dx + place[None, :] + row[:, None] * features, change.to(dx.dtype.element_ty), mask=mask)
 

@@ -11,21 +11,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from functional_sac.fused.tiles import normalised, rectified
+from functional_sac.fused.tiles import normalised, rectified, totals
 from functional_sl.kernels import launch
 
 ROWS, COMMON_ROWS = 256, 128  # of a program
 WIDTH = 32  # features of a program
+REST_ROWS, REST_WIDTH = 32, 128  # of a program that only writes, going backward
 
 
 @triton.jit
-def _place(features, rows: tl.constexpr, R: tl.constexpr, F: tl.constexpr):
-    """Returns a program's network, features and rows, which of both there are, and both at once."""
+def _place(features, width, rows: tl.constexpr, R: tl.constexpr, F: tl.constexpr):
+    """Returns a program's network, features and rows, which features there are, and the tile up to the rows' width.
+
+    The width, a multiple of eight, lets whole words be loaded, where the number of features would break them up.
+    """
     network = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * F + tl.arange(0, F)
     row = tl.program_id(2) * R + tl.arange(0, R)
     inside = column < features
-    return network, column, row, inside, (row < rows)[:, None] & inside[None, :]
+    return network, column, row, inside, (row < rows)[:, None] & (column < width)[None, :]
 
 
 @triton.jit
@@ -45,10 +49,10 @@ def _load_parts(part, network, column, inside, features, PARTS: tl.constexpr):
 
 @triton.jit
 def _forward_sums(
-    x, part, features, x_network, x_row,
+    x, part, features, width, x_network, x_row,
     rows: tl.constexpr, PARTS: tl.constexpr, R: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
-    network, column, row, inside, mask = _place(features, rows, R, F)
+    network, column, row, inside, mask = _place(features, width, rows, R, F)
     source = x + network * x_network + column
     # Shifted by the first row, one pass loses nothing to a mean that is large beside the spread.
     shift = tl.load(source, mask=inside, other=0.0).to(tl.float32)
@@ -73,7 +77,7 @@ def _forward_rest(
     x, part, scale, bias, residual, y, mean, inverse_std, features, x_network, x_row, moments, eps,
     rows: tl.constexpr, PARTS: tl.constexpr, ADD: tl.constexpr, R: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
-    network, column, row, inside, mask = _place(features, rows, R, F)
+    network, column, row, inside, mask = _place(features, features, rows, R, F)
     average, inverse = _moments(x, part, column, inside, network, features, x_network, eps, rows, PARTS)
     if tl.program_id(2) == 0:
         tl.store(mean + network * moments + column, average, mask=inside)
@@ -93,12 +97,11 @@ def _common_rest(
     x, part, scale, bias, y, mean, inverse_std, features, x_row, width, moments, eps,
     rows: tl.constexpr, PARTS: tl.constexpr, NETWORKS: tl.constexpr, R: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
-    none, column, row, inside, mask = _place(features, rows, R, F)
+    none, column, row, inside, mask = _place(features, width, rows, R, F)
     average, inverse = _moments(x, part, column, inside, none, features, 0, eps, rows, PARTS)
     value = tl.load(x + column[None, :] + row[:, None] * x_row, mask=mask, other=0.0).to(tl.float32)
     value = tl.where(inside[None, :], value - average[None, :], 0.0)
     place = row[:, None].to(tl.int64) * width + column[None, :]
-    wanted = (row < rows)[:, None] & (column < width)[None, :]
     for network in tl.static_range(NETWORKS):
         if tl.program_id(2) == 0:
             tl.store(mean + network * moments + column, average, mask=inside)
@@ -106,22 +109,21 @@ def _common_rest(
         slope = tl.load(scale + network * features + column, mask=inside, other=0.0) * inverse
         offset = tl.load(bias + network * features + column, mask=inside, other=0.0)
         out = value * slope[None, :] + offset[None, :]
-        tl.store(y + place, out.to(y.dtype.element_ty), mask=wanted)
+        tl.store(y + place, out.to(y.dtype.element_ty), mask=mask)
         place += rows * width
 
 
 @triton.jit
 def _backward_sums(
-    dy, x, scale, bias, mean, inverse_std, part, features, dy_network, dy_row, x_network, x_row, moments,
+    dy, x, scale, bias, mean, inverse_std, part, features, width, dy_network, dy_row, x_network, x_row, moments,
     given: tl.constexpr, rows: tl.constexpr, PARTS: tl.constexpr, RELU: tl.constexpr, R: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
-    network, column, row, inside, mask = _place(features, rows, R, F)
+    network, column, row, inside, mask = _place(features, width, rows, R, F)
     affine = network * features + column
     flow = dy + network * dy_network + column[None, :] + row[:, None] * dy_row
     value, change = normalised(
-        x + network * x_network + column[None, :] + row[:, None] * x_row,
+        tl.load(x + network * x_network + column[None, :] + row[:, None] * x_row, mask=mask, other=0.0),
         tl.load(flow, mask=mask & (row < given)[:, None], other=0.0),
-        mask,
         tl.load(mean + network * moments + column, mask=inside, other=0.0),
         tl.load(inverse_std + network * moments + column, mask=inside, other=0.0),
         tl.load(scale + affine, mask=inside, other=0.0) if RELU else 0.0,
@@ -134,27 +136,28 @@ def _backward_sums(
 
 @triton.jit
 def _backward_rest(
-    dy, x, scale, bias, mean, inverse_std, part, whole, dx, dscale, dbias, features, dy_network, dy_row, x_network,
-    x_row, moments, given: tl.constexpr, rows: tl.constexpr, PARTS: tl.constexpr, WHOLE: tl.constexpr, R: tl.constexpr,
-    F: tl.constexpr,
+    dy, x, scale, bias, mean, inverse_std, part, whole, dx, dscale, dbias, features, width, dy_network, dy_row,
+    x_network, x_row, moments, given: tl.constexpr, rows: tl.constexpr, PARTS: tl.constexpr, WHOLE: tl.constexpr,
+    R: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
-    network, column, row, inside, mask = _place(features, rows, R, F)
+    network, column, row, inside, mask = _place(features, width, rows, R, F)
     affine = network * features + column
-    total, weighted = _load_parts(part, network, column, inside, features, PARTS)
+    # What takes longest is asked for before the parts are added up.
+    flow = dy + network * dy_network + column[None, :] + row[:, None] * dy_row
+    change = tl.load(flow, mask=mask & (row < given)[:, None], other=0.0)
+    value = tl.load(x + network * x_network + column[None, :] + row[:, None] * x_row, mask=mask, other=0.0)
+    total, weighted = totals(part + network * PARTS * 2 * features + column, features, inside, PARTS, F)
     if tl.program_id(2) == 0:
         tl.store(dbias + affine, total, mask=inside)
         tl.store(dscale + affine, weighted, mask=inside)
     place = network * rows * features + column[None, :] + row[:, None] * features
-    flow = dy + network * dy_network + column[None, :] + row[:, None] * dy_row
-    change = tl.load(flow, mask=mask & (row < given)[:, None], other=0.0)
     if WHOLE:
         tl.store(whole + place, change, mask=mask)
     inverse = tl.load(inverse_std + network * moments + column, mask=inside, other=0.0)
     factor = tl.load(scale + affine, mask=inside, other=0.0)
     value, change = normalised(
-        x + network * x_network + column[None, :] + row[:, None] * x_row,
+        value,
         change,
-        mask,
         tl.load(mean + network * moments + column, mask=inside, other=0.0),
         inverse,
         factor,
@@ -179,9 +182,9 @@ def _add_parts(part, dscale, dbias, features, PARTS: tl.constexpr, F: tl.constex
 def forward(x: Tensor, scale: Tensor, bias: Tensor, residual: Tensor, outputs: tuple[Tensor, ...], eps: float) -> None:
     """Launches `batch_norm.forward` into (y, mean, inverse_std); a residual that is y itself is none."""
     part, size = _parts(x, ROWS)
-    source, grid = (x.shape[2], *x.stride()[:2]), _grid(x.shape[2], x.shape[0], size["PARTS"])
-    launch(_forward_sums, grid, x, part, *source, **size)
-    strides = (*source, outputs[1].stride(0))
+    features, grid = x.shape[2], _grid(x.shape[2], x.shape[0], size["PARTS"])
+    launch(_forward_sums, grid, x, part, features, features, *x.stride()[:2], **size)
+    strides = (features, *x.stride()[:2], outputs[1].stride(0))
     launch(
         _forward_rest, grid, x, part, scale, bias, residual, *outputs, *strides, eps, ADD=residual is not outputs[0],
         **size,
@@ -194,10 +197,15 @@ def backward(dy: Tensor, x: Tensor, saved: tuple[Tensor, ...], outputs: tuple[Te
     Where `whole` is dx it is not wanted.
     """
     part, size = _parts(x, ROWS)
-    grid = _grid(x.shape[2], x.shape[0], size["PARTS"])
-    strides = (x.shape[2], *dy.stride()[:2], *x.stride()[:2], saved[2].stride(0), dy.shape[1])
+    networks, rows, features = x.shape
+    strides = (features, features, *dy.stride()[:2], *x.stride()[:2], saved[2].stride(0), dy.shape[1])
+    grid = _grid(features, networks, size["PARTS"])
     launch(_backward_sums, grid, dy, x, *saved, part, *strides, RELU=True, **size)
-    launch(_backward_rest, grid, dy, x, *saved, part, *outputs, *strides, WHOLE=outputs[0] is not outputs[1], **size)
+    grid = triton.cdiv(features, REST_WIDTH), networks, triton.cdiv(rows, REST_ROWS)
+    launch(
+        _backward_rest, grid, dy, x, *saved, part, *outputs, *strides, WHOLE=outputs[0] is not outputs[1],
+        **size | {"R": REST_ROWS, "F": REST_WIDTH},
+    )  # fmt: skip
 
 
 def common(
@@ -208,7 +216,7 @@ def common(
     x, scale, bias, width = x.contiguous(), scale.contiguous(), bias.contiguous(), x.shape[1]
     part, size = _parts(x[None, :, :features], COMMON_ROWS)
     y = torch.empty(networks, *x.shape, dtype=dtype, device=x.device)
-    launch(_forward_sums, _grid(features, 1, size["PARTS"]), x, part, features, 0, width, **size)
+    launch(_forward_sums, _grid(features, 1, size["PARTS"]), x, part, features, width, 0, width, **size)
     launch(
         _common_rest, _grid(width, 1, size["PARTS"]), x, part, scale, bias, y, mean, inverse_std, features, width,
         width, mean.stride(0), eps, NETWORKS=networks, **size,
@@ -222,7 +230,7 @@ def common_backward(dy: Tensor, x: Tensor, mean: Tensor, inverse_std: Tensor) ->
     dy, x = dy.contiguous(), x.contiguous()
     dscale, dbias = (mean.new_empty(mean.shape) for _ in range(2))
     part, size = _parts(dy[..., :features], ROWS)
-    strides = (features, *dy.stride()[:2], 0, x.stride(0), mean.stride(0), dy.shape[1])
+    strides = (features, x.shape[1], *dy.stride()[:2], 0, x.stride(0), mean.stride(0), dy.shape[1])
     # Without a ReLU neither scale nor bias is read.
     launch(
         _backward_sums, _grid(features, networks, size["PARTS"]), dy, x, dscale, dbias, mean, inverse_std, part,

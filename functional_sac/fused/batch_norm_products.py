@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from functional_sac.fused.tiles import totals
 from functional_sl.kernels import launch, suits_hopper
 
 ROWS, COLUMNS, WARPS = 64, 128, 4  # of a tile of the product; a program goes down several
@@ -58,19 +59,9 @@ def _store_part(
     tl.store(own[None, :] + warp * 2 * N, tl.sum(tl.reshape(sums, (P, G // P, F)), 1))
     tl.store(own[None, :] + warp * 2 * N + N, tl.sum(tl.reshape(products, (P, G // P, F)), 1))
     tl.debug_barrier()
-    total, weighted = _total(own, N, P)
+    total, weighted = totals(own, N, None, P, F)
     tl.store(part + place * 2 * N + column, total)
     tl.store(part + place * 2 * N + N + column, weighted)
-
-
-@triton.jit
-def _total(place, N: tl.constexpr, PARTS: tl.constexpr):
-    """Returns both sums over parts [PARTS, 2, N]; a thread adds up its own columns, so that nothing crosses threads."""
-    total, weighted = tl.load(place), tl.load(place + N)
-    for step in tl.static_range(1, PARTS):
-        total += tl.load(place + step * 2 * N)
-        weighted += tl.load(place + step * 2 * N + N)
-    return total, weighted
 
 
 @triton.jit
@@ -121,7 +112,7 @@ def _rest(
     place = network * rows * N + row[:, None] * N + column[None, :]
     change = tl.load(dy + place, eviction_policy="evict_first")
     value = tl.load(x + place, eviction_policy="evict_first")
-    total, weighted = _total(part + network * SPLITS * 2 * N + column, N, SPLITS)
+    total, weighted = totals(part + network * SPLITS * 2 * N + column, N, None, SPLITS, F)
     average = tl.load(mean + network * moments + column)
     inverse = tl.load(inverse_std + network * moments + column)
     slope = tl.load(scale + network * N + column) * inverse

@@ -7,11 +7,10 @@ import triton.language as tl
 
 
 @triton.jit
-def normalised(source, change, mask, average, inverse, factor, offset, RELU: tl.constexpr):
-    """Loads a tile of x, normalised, and returns it with the output's gradient where the ReLU lets it through."""
-    value = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+def normalised(value, change, average, inverse, factor, offset, RELU: tl.constexpr):
+    """Returns a tile of x, normalised, and the output's gradient where the ReLU lets it through."""
+    value = (value.to(tl.float32) - average[None, :]) * inverse[None, :]
     change = change.to(tl.float32)
-    value = (value - average[None, :]) * inverse[None, :]
     if RELU:
         change = tl.where(value * factor[None, :] + offset[None, :] > 0.0, change, 0.0)
     return value, change
@@ -26,3 +25,16 @@ def rectified(value, residual, place, mask, y, ADD: tl.constexpr):
         other = tl.load(residual + place, mask=mask, other=0.0)
         value = (value.to(tl.float32) + other.to(tl.float32)).to(y.dtype.element_ty)
     return value
+
+
+@triton.jit
+def totals(part, features, inside, PARTS: tl.constexpr, F: tl.constexpr):
+    """Returns both sums over parts [PARTS, 2, features], where `inside`, if it is not None, says so.
+
+    A thread adds up its own columns: nothing crosses shared memory, where many features would lie in few banks.
+    """
+    first, second = tl.zeros((F,), tl.float32), tl.zeros((F,), tl.float32)
+    for step in tl.range(0, PARTS, loop_unroll_factor=16):
+        first += tl.load(part + step * 2 * features, mask=inside)
+        second += tl.load(part + step * 2 * features + features, mask=inside)
+    return first, second
