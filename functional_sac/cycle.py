@@ -20,14 +20,17 @@ from functional_sac import replay, reward_scale
 from functional_sac.config import SACConfig
 from functional_sac.distributions import Sample
 from functional_sac.envs.env import EnvSpec
+from functional_sac.fused.gradients import Forward
 from functional_sac.losses import CriticStats
 from functional_sac.networks import Actor, Critic, Stats
 from functional_sac.transition import Transition
-from functional_sac.updates import CriticPart, Metrics, PolicyPart, SACState, Updates, make_updates
-from functional_sl import kernels, keys, schedules, tree
+from functional_sac.updates import CriticPart, Foreseen, Metrics, PolicyPart, SACState, Updates, make_updates
+from functional_sl import capture, kernels, keys, schedules, tree
 from functional_sl.parallel.collectives import Collectives, mean_over_ranks, single
+from functional_sl.step import StepState
 
 Region = Callable[..., tuple[tree.Tree, Metrics]]  # (part, *inputs) -> (part, dict)
+Foresee = Callable[..., tuple[StepState, dict[str, dict]]]  # a region whose dict holds trees
 Change = Callable[[SACState], tuple[SACState, Metrics]]
 MOST_SHARING = 4  # updates; every number of them is compiled anew, and Dynamo refuses the ninth shape
 
@@ -80,8 +83,9 @@ def make_learner(
       collectives: how gradients, and after every cycle the batch-norm statistics, meet those of other ranks; one
         rank by default. Ranks that start from one state but their keys keep one state but their keys.
       wrap: applied to the regions of which the cycle is composed, each `(part, *inputs) -> (part, dict)`: the
-        sampling, the policy's update, its samples for the critics, the critics' update, with several ranks the
-        averaging of statistics, and the means of metrics. It may compile them or map them over seeds.
+        sampling, the policy's update (what the critics have no part in by itself, if it is fused), its samples for
+        the critics, the critics' update, with several ranks the averaging of statistics, and the means of metrics. It
+        may compile them or map them over seeds.
       fused: see `make_updates`; to be compiled, and not mapped.
       reserved: oldest rows of a full replay that are not sampled, see `replay.indices`.
     """
@@ -96,8 +100,9 @@ def make_learner(
         return kernels.ahead(getattr(alone, name), wrapped) if fused else wrapped
 
     cycle = _Cycle(
-        config, across.size, wrap(regions.sample), built("policy"), built("next_policies"), built("critics"),
-        wrap(regions.average), tuple(wrap(regions.summary) for _ in range(phases(config))),
+        config, across.size, wrap(regions.sample), built("foresee") if fused else None, built("policy"),
+        built("next_policies"), built("critics"), wrap(regions.average),
+        tuple(wrap(regions.summary) for _ in range(phases(config))),
     )  # fmt: skip
 
     def update(
@@ -135,12 +140,19 @@ class _Regions:
             "divisor": divisor if config.scale_rewards else torch.ones_like(divisor),
         }
 
+    def foresee(
+        self, temperature: StepState, actor: Actor, rows: Tensor, places: Tensor, divisor: Tensor, noise: Tensor
+    ) -> tuple[StepState, dict[str, dict]]:
+        noise = noise[: 2 * self.updates.config.batch_size]
+        found = self.updates.foresee(temperature, actor, self._batch(rows, places, divisor), noise)
+        return found.temperature, {"forward": found.forward._asdict(), "metrics": found.metrics}
+
     def policy(
         self, part: PolicyPart, critic: Critic, stats: Stats, rows: Tensor, places: Tensor, divisor: Tensor,
-        noise: Tensor,
+        noise: Tensor, foreseen: Foreseen | tuple[()],
     ) -> tuple[PolicyPart, Metrics]:  # fmt: skip
         noise = noise[: 2 * self.updates.config.batch_size]
-        return self.updates.policy(part, critic, stats, self._batch(rows, places, divisor), noise)
+        return self.updates.policy(part, critic, stats, self._batch(rows, places, divisor), noise, foreseen)
 
     def next_policies(
         self, nothing: tuple[()], actor: Actor, stats: Stats, rows: Tensor, places: Tensor, divisor: Tensor,
@@ -180,6 +192,7 @@ class _Cycle:
     config: SACConfig
     ranks: int
     sample: Region
+    foresee: Foresee | None
     policy: Region
     next_policies: Region
     critics: Region
@@ -192,12 +205,14 @@ class _Cycle:
         key, drawn = self.sample(state.key, buffer, scale)
         state, history, samples = state._replace(key=key), [], []
         acting = with_actor(self.config, phase)
+        batches = [(buffer.rows, drawn["places"].select(-2, k), drawn["divisor"]) for k in range(len(acting))]
+        inputs = [(*batch, drawn["noise"].select(-3, k)) for k, batch in enumerate(batches)]
+        foresight = _Foresight(self.foresee, [given for given, acts in zip(inputs, acting, strict=True) if acts])
         for k, acts in enumerate(acting):
-            batch = (buffer.rows, drawn["places"].select(-2, k), drawn["divisor"])
-            inputs = (*batch, drawn["noise"].select(-3, k))
-            change_policy = functools.partial(_change_policy, self.policy, inputs=inputs) if acts else None
+            change_policy = functools.partial(self._change_policy, foresight, inputs[k]) if acts else None
             ahead = functools.partial(self._ahead, buffer.rows, drawn, k, _sharing(self.config, acting[k:]))
-            change_critics = functools.partial(self._change_critics, samples, ahead, batch)
+            change_critics = functools.partial(self._change_critics, samples, ahead, batches[k])
+            change_critics = functools.partial(foresight.beside, change_critics)
             state, metrics = _update(self.config, state, change_policy, change_critics)
             history.append(metrics)
         if self.ranks > 1:
@@ -206,6 +221,9 @@ class _Cycle:
             return state._replace(updates=state.updates + 1), history[0]
         updates, means = self.summaries[phase](state.updates, history)
         return state._replace(updates=updates), means
+
+    def _change_policy(self, foresight: _Foresight, inputs: tuple, state: SACState) -> tuple[SACState, Metrics]:
+        return _change_policy(self.policy, state, (*inputs, foresight.take(state)))
 
     def _change_critics(
         self, samples: list[Sample], ahead: Callable[[SACState], list[Sample]], batch: tuple, state: SACState
@@ -224,6 +242,36 @@ class _Cycle:
     def _share_statistics(self, state: SACState) -> SACState:
         (actor, critic), _ = self.average((state.actor.stats, state.critic.stats))
         return state._replace(actor=state.actor._replace(stats=actor), critic=state.critic._replace(stats=critic))
+
+
+class _Foresight:
+    """What a cycle's updates of the policy begin with, beside the critics' update behind the policy's one before.
+
+    Nothing is made for updates that are not fused.
+    """
+
+    def __init__(self, foresee: Foresee | None, inputs: list[tuple]) -> None:
+        """Takes the region, if there is one, and its inputs of every update of the policy in the cycle."""
+        self._foresee, self._coming = foresee, inputs if foresee else []
+        self._found: Foreseen | tuple[()] = ()
+
+    def take(self, state: SACState) -> Foreseen | tuple[()]:
+        """Returns what the next update of the policy begins with."""
+        found = self._next(state) if self._coming and not self._found else self._found
+        self._found = ()
+        return found
+
+    def beside(self, change: Change, state: SACState) -> tuple[SACState, Metrics]:
+        """Changes the critics, with what the next update of the policy begins with beside it."""
+        if self._found or not self._coming:
+            return change(state)
+        begin, go_on = functools.partial(self._next, state), functools.partial(change, state)
+        self._found, changed = capture.side_by_side(begin, go_on, state.updates.device)
+        return changed
+
+    def _next(self, state: SACState) -> Foreseen:
+        temperature, found = self._foresee(state.temperature, state.actor.params, *self._coming.pop(0))
+        return Foreseen(Forward(**found["forward"]), temperature, found["metrics"])
 
 
 def _sharing(config: SACConfig, acting: tuple[bool, ...]) -> int:

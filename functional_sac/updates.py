@@ -18,7 +18,7 @@ from functional_sac.config import SACConfig
 from functional_sac.distributions import Sample
 from functional_sac.envs.env import EnvSpec
 from functional_sac.fused.descent import descend
-from functional_sac.fused.gradients import Gradients
+from functional_sac.fused.gradients import Forward, Gradients
 from functional_sac.losses import Losses
 from functional_sac.networks import Actor, Critic, Stats
 from functional_sac.transition import Transition
@@ -49,6 +49,14 @@ class PolicyPart(NamedTuple):
     actor: StepState
     temperature: StepState
     scale: LossScaleState
+
+
+class Foreseen(NamedTuple):
+    """What the critics have no part in of an update of actor and temperature."""
+
+    forward: Forward
+    temperature: StepState  # after its update
+    metrics: Metrics  # of the temperature
 
 
 class CriticPart(NamedTuple):
@@ -95,8 +103,20 @@ class Updates:
             scale=self.scaler.init(key.device),
         )
 
+    def foresee(self, temperature: StepState, actor: Actor, batch: Transition, noise: Tensor) -> Foreseen:
+        """Returns what a fused update of the policy may begin with before the critics are known; see `policy`."""
+        forward = Gradients(self.loss).actor_forward(actor, batch, noise)
+        temperature, _, heat = self.temperature.update(temperature, self.loss.entropy(forward.log_prob))
+        return Foreseen(forward, temperature, heat.metrics)
+
     def policy(
-        self, part: PolicyPart, critic: Critic, stats: Stats, batch: Transition, noise: Tensor
+        self,
+        part: PolicyPart,
+        critic: Critic,
+        stats: Stats,
+        batch: Transition,
+        noise: Tensor,
+        foreseen: Foreseen | tuple[()] = (),
     ) -> tuple[PolicyPart, Metrics]:
         """Updates the actor, then the temperature with the entropy of the actor before its step.
 
@@ -106,15 +126,18 @@ class Updates:
           stats: their statistics.
           batch: [B, ...], rewards scaled.
           noise: [2B, A] standard normal.
+          foreseen: of a fused update, what `foresee` returned for the same actor and temperature, if it was called.
         """
-        log_temperature, scale = part.temperature.params, self._scale(part)
-        inputs = (critic, stats, log_temperature, batch, noise)
+        inputs = (critic, stats, part.temperature.params, batch, noise)
         if self.fused:
-            actor, _, ok, aux = self._descend(self.actor, part.actor, (), inputs)
+            foreseen = foreseen or self.foresee(part.temperature, part.actor.params, batch, noise)
+            actor, _, ok, aux = self._descend(self.actor, part.actor, (), (foreseen.forward, *inputs))
+            temperature, heat = foreseen.temperature, foreseen.metrics
         else:
-            actor, ok, aux = self.actor.update(part.actor, *inputs, scale=scale)
-        temperature, _, heat = self.temperature.update(part.temperature, aux.metrics["entropy"])
-        return PolicyPart(actor, temperature, self._rescale(part.scale, ok)), {**aux.metrics, **heat.metrics}
+            actor, ok, aux = self.actor.update(part.actor, *inputs, scale=self._scale(part))
+            temperature, _, found = self.temperature.update(part.temperature, aux.metrics["entropy"])
+            heat = found.metrics
+        return PolicyPart(actor, temperature, self._rescale(part.scale, ok)), {**aux.metrics, **heat}
 
     def next_policy(self, actor: Actor, stats: Stats, batch: Transition, noise: Tensor) -> Sample:
         """Returns what the policy does in a batch's next observations; see `losses.Losses.next_policy`."""

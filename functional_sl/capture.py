@@ -28,8 +28,8 @@ def compiled(fn: Function, backend: str = "inductor") -> Function:
     """Returns `fn` compiled as one graph (`fullgraph=True`), with the same arguments and results.
 
     Args:
-      fn: `(state, *inputs) -> (state, metrics)`; the new state has the old one's structure, `metrics` is a flat
-        dict. The structure of the arguments is fixed at the first call.
+      fn: `(state, *inputs) -> (state, metrics)`; the new state has the old one's structure, `metrics` is a dict of
+        tensors, or of lists and dicts of them. The structure of the arguments is fixed at the first call.
       backend: of `torch.compile`.
 
     Raises:

@@ -10,6 +10,7 @@ differentiates the policy's density and the actor's loss in it.
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,6 +43,19 @@ def moved(stats: Stats, mean: Tensor, inverse_std: Tensor, rows: int) -> Stats:
     return Stats(torch.lerp(stats.mean, mean, BN_MOMENTUM), torch.lerp(stats.var, unbiased, BN_MOMENTUM))
 
 
+class Forward(NamedTuple):
+    """What an update of the actor computes before it meets the critics."""
+
+    inputs: Tensor  # [2B, K], see `trunk.forward`
+    leaves: list[Tensor]  # likewise
+    kept: list[Tensor]  # what it returned
+    raw: Tensor  # [B, 2A], means and raw deviations
+    normal: Tensor  # [B, H], see `actor_head.Tape`
+    w: Tensor  # [2A, H], likewise
+    seen: Tensor  # [B, C + A], what the critics see: observations and the policy's actions
+    log_prob: Tensor  # [B], of the actions
+
+
 @dataclasses.dataclass(frozen=True)
 class Gradients:
     """The gradients of `losses` in the parameters, as `(gradients, value, Aux)`; leaves have types of their own."""
@@ -71,24 +85,35 @@ class Gradients:
         metrics = {"critic_loss": head.loss, "max_entropy_bonus": entropy_term.amax()}
         return Critic(own, head.w, head.b), head.loss, Aux(CriticStats(of_online, of_target), metrics)
 
+    def actor_forward(self, params: Actor, batch: Transition, noise: Tensor) -> Forward:
+        """Returns what `actor` needs and the critics have no part in; arguments as in `losses.actor`."""
+        rows = batch.reward.shape[0]
+        # The next observations share the batch statistics, not the loss.
+        x = torch.cat([batch.observation.actor, batch.next_observation.actor])
+        stacked = tree.map(lambda leaf: leaf.unsqueeze(0), params.trunk)
+        inputs, leaves = networks.padded(x), aligned([stacked], _products(self.losses.dtype, x))
+        kept = trunk.forward(inputs, leaves, BN_EPS)
+        raw, tape = actor_head.forward(kept[-1][:, :rows], params, x.dtype)
+        policy = _sample(raw, noise[:rows])
+        seen = torch.cat([critic_view(batch.observation), policy.action], -1)
+        return Forward(inputs, leaves, kept, raw, tape.normal, tape.w, seen, policy.log_prob)
+
     def actor(
         self,
         params: Actor,
         stats: Stats,
+        forward: Forward,
         critic: Critic,
         critic_stats: Stats,
         log_temperature: Tensor,
         batch: Transition,
         noise: Tensor,
     ) -> tuple[Actor, Tensor, Aux]:
-        """Returns what `losses.actor` comes to; arguments as there."""
+        """Returns what `losses.actor` comes to; arguments as there, and what `actor_forward` returned."""
         rows, loss = batch.reward.shape[0], self.losses
-        x = torch.cat([batch.observation.actor, batch.next_observation.actor])
-        dtype = _products(loss.dtype, x)
+        mean, inverse_std, *_, h = forward.kept
         stacked, old = tree.map(lambda leaf: leaf.unsqueeze(0), (params.trunk, stats))
-        inputs, leaves = networks.padded(x), aligned([stacked], dtype)
-        mean, inverse_std, *_, h = kept = trunk.forward(inputs, leaves, BN_EPS)
-        new = moved(old, mean, inverse_std, x.shape[0])
+        new = moved(old, mean, inverse_std, forward.inputs.shape[0])
 
         def sample(raw: Tensor) -> distributions.Sample:
             return _sample(raw, noise[:rows])
@@ -96,19 +121,19 @@ class Gradients:
         def value(action: Tensor, log_prob: Tensor, q: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             return loss.policy_value(distributions.Sample(action, log_prob), q, log_temperature, batch)
 
-        # The next observations share the batch statistics, not the loss.
-        raw, head = actor_head.forward(h[:, :rows], params, x.dtype)
-        policy, pullback = torch.func.vjp(sample, raw)
-        seen = torch.cat([critic_view(batch.observation), policy.action], -1)
-        actions = policy.action.shape[-1]
-        q, slope = frozen_critics.lower_value(critic, critic_stats, seen, actions, dtype, *loss.atoms)
+        actions = noise.shape[-1]
+        dtype = _products(loss.dtype, forward.inputs)
+        q, slope = frozen_critics.lower_value(critic, critic_stats, forward.seen, actions, dtype, *loss.atoms)
         (daction, dlog_prob, dq), (found, metrics) = torch.func.grad_and_value(value, (0, 1, 2), has_aux=True)(
-            *policy, q
+            forward.seen[:, -actions:], forward.log_prob, q
         )
+        _, pullback = torch.func.vjp(sample, forward.raw)
         daction = daction + dq.unsqueeze(-1) * slope
         (draw,) = pullback(distributions.Sample(daction, dlog_prob))
-        dh, post_scale, *heads = actor_head.backward(params, head, draw)
-        of_trunk = gradients(stacked, trunk.backward(dh, inputs, leaves, kept), post_scale.unsqueeze(0))
+        tape = actor_head.Tape(h[:, :rows], forward.normal, forward.w)
+        dh, post_scale, *heads = actor_head.backward(params, tape, draw)
+        of_trunk = trunk.backward(dh, forward.inputs, forward.leaves, forward.kept)
+        of_trunk = gradients(stacked, of_trunk, post_scale.unsqueeze(0))
         own, new = tree.map(lambda leaf: leaf.squeeze(0), (of_trunk, new))
         return Actor(own, *heads), found, Aux(new, metrics)
 
