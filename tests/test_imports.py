@@ -69,8 +69,8 @@ SAC = {
     "fused": "distributions losses networks transition value | kernels optim step tree wire",
     "updates": "config distributions envs fused losses networks transition | "
     "gate keys loss_scale optim parallel schedules step tree",
-    "cycle": "config distributions envs losses networks replay reward_scale transition updates | "
-    "kernels keys parallel schedules tree",
+    "cycle": "config distributions envs fused losses networks replay reward_scale transition updates | "
+    "capture kernels keys parallel schedules step tree",
     "iteration": "acting config cycle envs losses noise replay reward_scale transition updates | capture keys parallel",
     "hosted": "envs iteration | capture tree",
     "replicas": "config iteration updates | parallel tree",
