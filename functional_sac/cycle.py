@@ -25,7 +25,7 @@ from functional_sac.losses import CriticStats
 from functional_sac.networks import Actor, Critic, Stats
 from functional_sac.transition import Transition
 from functional_sac.updates import CriticPart, Foreseen, Metrics, PolicyPart, SACState, Updates, make_updates
-from functional_sl import capture, kernels, keys, schedules, tree
+from functional_sl import kernels, keys, schedules, streams, tree
 from functional_sl.parallel.collectives import Collectives, mean_over_ranks, single
 from functional_sl.step import StepState
 
@@ -266,7 +266,7 @@ class _Foresight:
         if self._found or not self._coming:
             return change(state)
         begin, go_on = functools.partial(self._next, state), functools.partial(change, state)
-        self._found, changed = capture.side_by_side(begin, go_on, state.updates.device)
+        self._found, changed = streams.side_by_side(begin, go_on, state.updates.device)
         return changed
 
     def _next(self, state: SACState) -> Foreseen:

@@ -8,19 +8,17 @@ and collectives included: the host launches a whole training iteration at once.
 from __future__ import annotations
 
 import contextlib
-import functools
 import types
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Hashable, Iterator
+from typing import NamedTuple
 from unittest import mock
 
 import torch
 from torch import Tensor
 
-from functional_sl import tree
+from functional_sl import streams, tree
 
-A, B = TypeVar("A"), TypeVar("B")
 Function = Callable[..., tuple[tree.Tree, dict[str, Tensor]]]  # (state, *inputs) -> (state, outputs)
 
 
@@ -102,43 +100,6 @@ def _unwritten_operators() -> Iterator[None]:
     written = staticmethod(lambda target, args, kwargs: str(target))
     with mock.patch.object(OperatorIssue, "operator_str", written):
         yield
-
-
-def side_by_side(first: Callable[[], A], second: Callable[[], B], device: torch.device) -> tuple[A, B]:
-    """Returns what two functions return that need nothing of each other.
-
-    On a GPU the first one's kernels are launched on a stream of their own, which in a capture makes two branches of
-    the graph. Both must hold all that they read until they return, and write nothing that the other one reads.
-
-    Args:
-      first: makes one result.
-      second: makes the other one.
-      device: on which both compute.
-    """
-    one, other = all_side_by_side([first, second], device)
-    return one, other
-
-
-def all_side_by_side(functions: Sequence[Callable[[], A]], device: torch.device) -> list[A]:
-    """Returns what functions return that need nothing of each other; see `side_by_side`.
-
-    Args:
-      functions: each makes one result; the last one's kernels are launched on the current stream.
-      device: on which all compute.
-    """
-    if device.type != "cuda":
-        return [function() for function in functions]
-    here, results = torch.cuda.current_stream(device), []
-    # A branch within a branch has streams of its own: what one gives back another must not overwrite.
-    names = [f"branch {i} of {here.cuda_stream}" for i in range(len(functions) - 1)]
-    branches = [_side_stream(here.device.index, name) for name in names]
-    for function, branch in zip(functions, [*branches, here], strict=True):
-        branch.wait_stream(here)
-        with torch.cuda.stream(branch):
-            results.append(function())
-    for branch in branches:
-        here.wait_stream(branch)
-    return results
 
 
 class CaptureError(RuntimeError):
@@ -297,7 +258,7 @@ class Captured:
     def _record(
         self, inputs: tuple[tree.Tree, ...], static: dict[str, Hashable]
     ) -> tuple[torch.cuda.CUDAGraph, tree.Tree]:
-        stream = _side_stream(torch.cuda.current_device())
+        stream = streams.stream(torch.cuda.current_device(), "capture")
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(self.WARM_UPS):
@@ -325,12 +286,6 @@ class Captured:
             # A launch takes 64 tensors; what is left for the last one should be small.
             chosen.sort(key=lambda pair: -pair[0].numel())
             torch._foreach_copy_(*map(list, zip(*chosen, strict=True)))
-
-
-@functools.cache
-def _side_stream(device: int, role: str = "capture") -> torch.cuda.Stream:
-    """Returns the one stream of a role on a device: cuBLAS keeps 32 MiB for every stream that it has seen."""
-    return torch.cuda.Stream(device)
 
 
 class _Graph(NamedTuple):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, library
 
 from functional_sac.fused import batch_norm
+from functional_sl import streams
 
 INPUT, LEAVES, KEPT = 3, 6, 4  # tensors of the input and of a block in the list of leaves; of a block in what is kept
 
@@ -71,14 +72,17 @@ def backward(dh: Tensor, x: Tensor, leaves: list[Tensor], kept: list[Tensor]) ->
     norms = list(_by_norm(mean, inverse_std, leaves))
     whole, found = torch.empty_like(kept[0]), []
     blocks = zip(_by_block(leaves[INPUT:], LEAVES), kept[::KEPT], _by_block(kept[1:], KEPT), strict=False)
-    for (w1, scale1, bias1, w2, scale2, bias2), h, (first, inner, second, _) in reversed(list(blocks)):
-        d, *norm2 = batch_norm.backward(dh, second, scale2, bias2, *norms.pop(), None if found else whole)
-        dw2 = weight_gradient(d, inner)
-        d, *norm1 = batch_norm.backward(torch.bmm(d, w2), first, scale1, bias1, *norms.pop())
-        found = [weight_gradient(d, h), *norm1, dw2, *norm2, *found]
-        dh = whole.baddbmm_(d, w1)
-    dw, dy = weight_gradient(dh, y), torch.bmm(dh, leaves[INPUT - 1])
-    return [*batch_norm.common_backward(dy, x, *norms.pop()), dw, *found]
+    # A weight's gradient fills the room that a norm's backward pass, which waits for memory, leaves to products.
+    with streams.aside(dh.device) as aside:
+        for (w1, scale1, bias1, w2, scale2, bias2), h, (first, inner, second, _) in reversed(list(blocks)):
+            d, *norm2 = batch_norm.backward(dh, second, scale2, bias2, *norms.pop(), None if found else whole)
+            dw2 = aside(weight_gradient, d, inner)
+            d, *norm1 = batch_norm.backward(torch.bmm(d, w2), first, scale1, bias1, *norms.pop())
+            found = [aside(weight_gradient, d, h), *norm1, dw2, *norm2, *found]
+            dh = whole.baddbmm_(d, w1)
+        dw, dy = aside(weight_gradient, dh, y), torch.bmm(dh, leaves[INPUT - 1])
+        norm = batch_norm.common_backward(dy, x, *norms.pop())
+    return [*norm, dw, *found]
 
 
 @backward.register_fake
