@@ -26,7 +26,7 @@ from functional_sac.networks import Actor, Critic, Stats
 from functional_sac.transition import Transition
 from functional_sac.updates import CriticPart, Foreseen, Metrics, PolicyPart, SACState, Updates, make_updates
 from functional_sl import kernels, keys, schedules, streams, tree
-from functional_sl.parallel.collectives import Collectives, mean_over_ranks, single
+from functional_sl.parallel.collectives import Collectives, mean_over_ranks, over_sums, single
 from functional_sl.step import StepState
 
 Region = Callable[..., tuple[tree.Tree, Metrics]]  # (part, *inputs) -> (part, dict)
@@ -93,7 +93,8 @@ def make_learner(
     updates = make_updates(config, spec, across, fused)
     regions = _Regions(updates, across, reserved)
     # The same kernels without a reduction, which a rank would wait in.
-    alone = _Regions(make_updates(config, spec, single(), fused), single(), reserved) if across.size > 1 else regions
+    deaf = over_sums(across.size, lambda x: x, lambda x: x)
+    alone = _Regions(make_updates(config, spec, deaf, fused), deaf, reserved) if across.size > 1 else regions
 
     def built(name: str) -> Region:
         wrapped = wrap(getattr(regions, name))

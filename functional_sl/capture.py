@@ -15,6 +15,7 @@ from typing import NamedTuple
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from functional_sl import streams, tree
@@ -44,8 +45,7 @@ def compiled(fn: Function, backend: str = "inductor") -> Function:
         leaves, found = tree.flatten((state, *inputs))
         if structure is None:
             structure, template = found, tree.unflatten(found, range(len(leaves)))
-            # On a GPU kernels that need nothing of each other are launched as one.
-            options = {"combo_kernels": True} if backend == "inductor" and any(x.is_cuda for x in leaves) else None
+            options = _options(leaves) if backend == "inductor" else None
             run = torch.compile(_own_code(flat), fullgraph=True, dynamic=False, backend=backend, options=options)
             with warnings.catch_warnings(), _unwritten_operators():
                 # Full float32 products are meant.
@@ -60,6 +60,18 @@ def compiled(fn: Function, backend: str = "inductor") -> Function:
         return tree.unflatten(tree.flatten(state)[1], new), metrics
 
     return call
+
+
+def _options(leaves: list[Tensor]) -> dict[str, bool]:
+    """Returns Inductor's options for a function of these leaves."""
+    options = {}
+    if any(leaf.is_cuda for leaf in leaves):
+        # Kernels that need nothing of each other are launched as one.
+        options["combo_kernels"] = True
+    if dist.is_available() and dist.is_initialized():
+        # Otherwise a reduction begins where it takes the least memory, and not as early as it is written.
+        options["reorder_for_peak_memory"] = False
+    return options
 
 
 def _own_code(fn: Callable) -> Callable:

@@ -10,6 +10,7 @@ differentiates the policy's density and the actor's loss in it.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,8 @@ from functional_sac.transition import Transition, critic_view
 from functional_sl import tree
 from functional_sl.step import Aux
 
+Send = Callable[[list[Tensor], Tensor], None]  # see `make_step`
+
 
 def gradients(params: Trunk, found: list[Tensor], post_scale: Tensor) -> Trunk:
     """Returns the gradients of `aligned` leaves as a trunk like params, with that of the RMS norm's scale."""
@@ -35,6 +38,34 @@ def gradients(params: Trunk, found: list[Tensor], post_scale: Tensor) -> Trunk:
         blocks=tuple(Block(b[0], BatchNorm(*b[1:3]), b[3], BatchNorm(*b[4:])) for b in blocks),
         post_scale=post_scale,
     )
+
+
+def through_trunk(
+    dh: Tensor,
+    x: Tensor,
+    leaves: list[Tensor],
+    kept: list[Tensor],
+    behind: list[Tensor],
+    hand: Callable[[list[Tensor]], None] | None,
+) -> list[Tensor]:
+    """Returns `trunk.backward`, handing over each block's gradients before those of the blocks below are computed.
+
+    Args:
+      dh: see `trunk.backward`.
+      x: likewise.
+      leaves: likewise.
+      kept: likewise.
+      behind: the gradients of the leaves behind the blocks, which go with the last block's.
+      hand: takes gradients, the last leaves first; or None.
+    """
+    if hand is None:
+        return trunk.backward(dh, x, leaves, kept)
+    found = []
+    for index in reversed(range(trunk.blocks(leaves))):
+        dh, *of_block = trunk.backward_block(dh, leaves, kept, index)
+        hand([*of_block, *(behind if not found else [])])
+        found = of_block + found
+    return trunk.backward_input(dh, x, leaves, kept) + found
 
 
 def moved(stats: Stats, mean: Tensor, inverse_std: Tensor, rows: int) -> Stats:
@@ -70,8 +101,9 @@ class Gradients:
         policy: distributions.Sample,
         log_temperature: Tensor,
         batch: Transition,
+        send: Send | None = None,
     ) -> tuple[Critic, Tensor, Aux]:
-        """Returns what `losses.critic` towards `losses.critic_goal` comes to; arguments as there."""
+        """Returns what `losses.critic` towards `losses.critic_goal` comes to; arguments as there and in `make_step`."""
         loss = self.losses
         x = torch.cat(loss.critic_input(batch, policy), -1)
         x, leaves = networks.padded(x), aligned([params.trunk, target.trunk], _products(loss.dtype, x))
@@ -81,7 +113,9 @@ class Gradients:
         entropy_term = loss.entropy_term(policy, log_temperature)
         backup = critic_heads.Backup(batch.reward, batch.terminated, entropy_term, *loss.atoms, loss.discount)
         head = critic_heads.loss(h, params, target, backup)
-        own = gradients(params.trunk, trunk.backward(head.h, x, leaves, kept), head.post_scale)
+        hand = None if send is None else lambda leaves: send(leaves, head.loss)
+        of_trunk = through_trunk(head.h, x, leaves, kept, [head.post_scale, head.w, head.b], hand)
+        own = gradients(params.trunk, of_trunk, head.post_scale)
         metrics = {"critic_loss": head.loss, "max_entropy_bonus": entropy_term.amax()}
         return Critic(own, head.w, head.b), head.loss, Aux(CriticStats(of_online, of_target), metrics)
 
@@ -108,8 +142,9 @@ class Gradients:
         log_temperature: Tensor,
         batch: Transition,
         noise: Tensor,
+        send: Send | None = None,
     ) -> tuple[Actor, Tensor, Aux]:
-        """Returns what `losses.actor` comes to; arguments as there, and what `actor_forward` returned."""
+        """Returns what `losses.actor` comes to; arguments as there, `send` as in `make_step`."""
         rows, loss = batch.reward.shape[0], self.losses
         mean, inverse_std, *_, h = forward.kept
         stacked, old = tree.map(lambda leaf: leaf.unsqueeze(0), (params.trunk, stats))
@@ -132,8 +167,10 @@ class Gradients:
         (draw,) = pullback(distributions.Sample(daction, dlog_prob))
         tape = actor_head.Tape(h[:, :rows], forward.normal, forward.w)
         dh, post_scale, *heads = actor_head.backward(params, tape, draw)
-        of_trunk = trunk.backward(dh, forward.inputs, forward.leaves, forward.kept)
-        of_trunk = gradients(stacked, of_trunk, post_scale.unsqueeze(0))
+        behind = [leaf.unsqueeze(0) for leaf in (post_scale, *heads)]
+        hand = None if send is None else lambda leaves: send([leaf.squeeze(0) for leaf in leaves], found)
+        of_trunk = through_trunk(dh, forward.inputs, forward.leaves, forward.kept, behind, hand)
+        of_trunk = gradients(stacked, of_trunk, behind[0])
         own, new = tree.map(lambda leaf: leaf.squeeze(0), (of_trunk, new))
         return Actor(own, *heads), found, Aux(new, metrics)
 
