@@ -71,7 +71,7 @@ SAC = {
     "updates": "config distributions envs fused losses networks transition | "
     "gate keys loss_scale optim parallel schedules step tree",
     "cycle": "config distributions envs fused losses networks replay reward_scale transition updates | "
-    "kernels keys parallel schedules step streams tree",
+    "capture kernels keys parallel schedules step streams tree",
     "iteration": "acting config cycle envs losses noise replay reward_scale transition updates | keys parallel streams",
     "hosted": "envs iteration | capture tree",
     "replicas": "config iteration updates | parallel tree",

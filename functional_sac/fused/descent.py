@@ -7,7 +7,9 @@ the definition to rounding, and to the bit where the gate is closed. The op has 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import contextvars
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -61,6 +63,19 @@ def descend(
     return Descended(tree.unflatten(structure, new), tree.unflatten(target_structure, behind), opt)
 
 
+_destination: contextvars.ContextVar[tuple[Tensor, ...]] = contextvars.ContextVar("destination", default=())
+
+
+@contextlib.contextmanager
+def into(params: Actor | Critic, target: Actor | Critic | tuple[()], opt: AdamState) -> Iterator[None]:
+    """Has the one call of `descend` in the block leave its results in these tensors, which are none that it reads."""
+    token = _destination.set((*tree.leaves((params, target)), opt.mu, opt.nu))
+    try:
+        yield
+    finally:
+        _destination.reset(token)
+
+
 @library.custom_op("functional_sac::descend", mutates_args=())
 def _descend(
     network: str,
@@ -82,7 +97,9 @@ def _descend(
     behind = list(target)
     if behind:
         behind = tree.where(ok, tree.lerp(behind, tree.leaves(new), tau), behind)
-    return [*tree.leaves(new), *behind, *tree.where(ok, [new_mu, new_nu], [mu, nu])]
+    found = [*tree.leaves(new), *behind, *tree.where(ok, [new_mu, new_nu], [mu, nu])]
+    places = _destination.get()
+    return [place.copy_(leaf) for place, leaf in zip(places, found, strict=True)] if places else found
 
 
 @_descend.register_fake
@@ -112,4 +129,5 @@ if buildable():
     @_descend.register_kernel("cuda")
     def _(network: str, params: Sequence[Tensor], target: Sequence[Tensor], *given: object) -> list[Tensor]:
         names = tuple(tree.names(skeleton(network, len(params))))
-        return descent_kernels.descend(names, params, target, given[:3], given[3:6], given[6])
+        new = list(_destination.get()) or [leaf.new_empty(leaf.shape) for leaf in (*params, *target, *given[1:3])]
+        return descent_kernels.descend(names, params, target, given[:3], given[3:6], given[6], new)

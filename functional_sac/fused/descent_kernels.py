@@ -10,7 +10,6 @@ import functools
 import math
 from collections.abc import Sequence
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -107,6 +106,7 @@ def descend(
     vectors: tuple[Tensor, Tensor, Tensor],
     numbers: tuple[Tensor, Tensor, Tensor],
     tau: float,
+    new: list[Tensor],
 ) -> list[Tensor]:
     """Launches `descent.descend`.
 
@@ -117,13 +117,13 @@ def descend(
       vectors: gradient and moments [P].
       numbers: the gate's answer, the step size and the root of the mean square's correction, 0-d.
       tau: weight of the new parameters in the target.
+      new: contiguous, take the leaves of the parameters, then those of the target, then both moments.
 
     Returns:
-      The leaves of the parameters, then those of the target, then both moments.
+      `new`.
     """
     vectors = tuple(vector.contiguous() for vector in vectors)
     leaves = [leaf.contiguous() for leaf in (*params, *target)]
-    new = [torch.empty_like(leaf) for leaf in (*leaves, *vectors[1:])]
     own, plan = len(params), _plan(names, tuple(tuple(leaf.shape) for leaf in params))
     # Without a target the last leaves are those of the parameters, which nobody then reads or writes.
     launch(
