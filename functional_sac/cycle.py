@@ -22,6 +22,7 @@ from functional_sac.distributions import Sample
 from functional_sac.envs.env import EnvSpec
 from functional_sac.fused import descent
 from functional_sac.fused.gradients import Forward
+from functional_sac.fused.inputs import Batch
 from functional_sac.losses import CriticStats
 from functional_sac.networks import Actor, Critic, Stats
 from functional_sac.transition import Transition
@@ -101,8 +102,9 @@ def make_learner(
         wrapped = wrap(getattr(regions, name))
         return kernels.ahead(getattr(alone, name), wrapped) if fused else wrapped
 
+    copies = kernels.ahead(updates.copies, updates.copies) if fused else updates.copies
     cycle = _Cycle(
-        config, across.size, wrap(regions.sample), built("foresee") if fused else None, built("policy"),
+        config, across.size, copies, wrap(regions.sample), built("foresee") if fused else None, built("policy"),
         built("next_policies"), built("critics"), wrap(regions.average),
         tuple(wrap(regions.summary) for _ in range(phases(config))),
     )  # fmt: skip
@@ -143,27 +145,28 @@ class _Regions:
         }
 
     def foresee(
-        self, temperature: StepState, actor: Actor, rows: Tensor, places: Tensor, divisor: Tensor, noise: Tensor
-    ) -> tuple[StepState, dict[str, dict]]:
-        noise = noise[: 2 * self.updates.config.batch_size]
-        found = self.updates.foresee(temperature, actor, self._batch(rows, places, divisor), noise)
+        self, temperature: StepState, actor: Actor, copies: tuple[Tensor, ...], rows: Tensor, places: Tensor,
+        divisor: Tensor, noise: Tensor,
+    ) -> tuple[StepState, dict[str, dict]]:  # fmt: skip
+        noise, batch = noise[: 2 * self.updates.config.batch_size], self._batch(rows, places, divisor)
+        found = self.updates.foresee(temperature, actor, batch, noise, copies)
         return found.temperature, {"forward": found.forward._asdict(), "metrics": found.metrics}
 
     def policy(
         self, part: PolicyPart, critic: Critic, stats: Stats, rows: Tensor, places: Tensor, divisor: Tensor,
-        noise: Tensor, foreseen: Foreseen | tuple[()],
+        noise: Tensor, critic_copies: tuple[Tensor, ...], foreseen: Foreseen | tuple[()],
     ) -> tuple[PolicyPart, Metrics]:  # fmt: skip
-        noise = noise[: 2 * self.updates.config.batch_size]
-        return self.updates.policy(part, critic, stats, self._batch(rows, places, divisor), noise, foreseen)
+        noise, batch = noise[: 2 * self.updates.config.batch_size], self._batch(rows, places, divisor)
+        return self.updates.policy(part, critic, stats, batch, noise, critic_copies, foreseen)
 
     def next_policies(
         self, nothing: tuple[()], actor: Actor, stats: Stats, rows: Tensor, places: Tensor, divisor: Tensor,
-        noise: Tensor,
+        noise: Tensor, copies: tuple[Tensor, ...],
     ) -> tuple[tuple[()], Metrics]:  # fmt: skip
         """Samples for the critics of several updates at once: places [g, B], noise [g, 3B, A]."""
         noise = noise[:, 2 * self.updates.config.batch_size :]
         batch = self._batch(rows, places.flatten(), divisor)
-        sample = self.updates.next_policy(actor, stats, batch, noise.flatten(0, 1))
+        sample = self.updates.next_policy(actor, stats, batch, noise.flatten(0, 1), copies)
         return nothing, {name: x.unflatten(0, places.shape) for name, x in sample._asdict().items()}
 
     def critics(
@@ -182,8 +185,11 @@ class _Regions:
         }
         return updates + len(history), means
 
-    def _batch(self, rows: Tensor, places: Tensor, divisor: Tensor) -> Transition:
-        batch = replay.unpack(rows.index_select(0, places), replay.fields(self.updates.spec))
+    def _batch(self, rows: Tensor, places: Tensor, divisor: Tensor) -> Transition | Batch:
+        columns = replay.fields(self.updates.spec)
+        if self.updates.fused:
+            return Batch(rows, places, columns, divisor)
+        batch = replay.unpack(rows.index_select(0, places), columns)
         return batch._replace(reward=batch.reward / divisor)
 
 
@@ -193,6 +199,7 @@ class _Cycle:
 
     config: SACConfig
     ranks: int
+    copies: Callable[[SACState], SACState]
     sample: Region
     foresee: Foresee | None
     policy: Region
@@ -206,6 +213,8 @@ class _Cycle:
     ) -> tuple[SACState, Metrics]:
         key, drawn = self.sample(state.key, buffer, scale)
         first, state, history, samples = state, state._replace(key=key), [], []
+        if self.config.updates_per_step > 1:
+            state = self.copies(state)
         acting = with_actor(self.config, phase)
         batches = [(buffer.rows, drawn["places"].select(-2, k), drawn["divisor"]) for k in range(len(acting))]
         inputs = [(*batch, drawn["noise"].select(-3, k)) for k, batch in enumerate(batches)]
@@ -219,6 +228,7 @@ class _Cycle:
             change_critics = functools.partial(foresight.beside, change_critics)
             state, metrics = _update(self.config, state, change_policy, change_critics)
             history.append(metrics)
+        state = state._replace(actor_copies=(), critic_copies=())
         if self.ranks > 1:
             state = self._share_statistics(state)
         if len(history) == 1:
@@ -227,7 +237,7 @@ class _Cycle:
         return state._replace(updates=updates), means
 
     def _change_policy(self, foresight: _Foresight, inputs: tuple, state: SACState) -> tuple[SACState, Metrics]:
-        return _change_policy(self.policy, state, (*inputs, foresight.take(state)))
+        return _change_policy(self.policy, state, inputs, foresight.take(state))
 
     def _change_critics(
         self, samples: list[Sample], ahead: Callable[[SACState], list[Sample]], batch: tuple, state: SACState
@@ -246,7 +256,7 @@ class _Cycle:
     def _ahead(self, rows: Tensor, drawn: Metrics, first: int, count: int, state: SACState) -> list[Sample]:
         """Returns the samples of `count` updates, from the first one, that share the state's policy."""
         places, noise = drawn["places"].narrow(-2, first, count), drawn["noise"].narrow(-3, first, count)
-        inputs = (state.actor.params, state.actor.stats, rows, places, drawn["divisor"], noise)
+        inputs = (state.actor.params, state.actor.stats, rows, places, drawn["divisor"], noise, state.actor_copies)
         _, found = self.next_policies((), *inputs)
         return [Sample(found["action"].select(-3, i), found["log_prob"].select(-2, i)) for i in range(count)]
 
@@ -281,7 +291,8 @@ class _Foresight:
         return changed
 
     def _next(self, state: SACState) -> Foreseen:
-        temperature, found = self._foresee(state.temperature, state.actor.params, *self._coming.pop(0))
+        actor = state.temperature, state.actor.params, state.actor_copies
+        temperature, found = self._foresee(*actor, *self._coming.pop(0))
         return Foreseen(Forward(**found["forward"]), temperature, found["metrics"])
 
 
@@ -295,14 +306,18 @@ def _sharing(config: SACConfig, acting: tuple[bool, ...]) -> int:
     return min(MOST_SHARING, changes.index(True) + 1 if True in changes else len(acting))
 
 
-def _change_policy(policy: Region, state: SACState, inputs: tuple) -> tuple[SACState, Metrics]:
-    part = PolicyPart(state.actor, state.temperature, state.scale)
-    part, metrics = policy(part, state.critic.params, state.critic.stats.online, *inputs)
+def _change_policy(
+    policy: Region, state: SACState, inputs: tuple, *foreseen: Foreseen | tuple[()]
+) -> tuple[SACState, Metrics]:
+    part = PolicyPart(state.actor, state.temperature, state.scale, state.actor_copies)
+    part, metrics = policy(
+        part, state.critic.params, state.critic.stats.online, *inputs, state.critic_copies, *foreseen
+    )
     return state._replace(**part._asdict()), metrics
 
 
 def _change_critics(critics: Region, state: SACState, sample: Sample, *batch: tree.Tree) -> tuple[SACState, Metrics]:
-    part = CriticPart(state.critic, state.target, state.scale)
+    part = CriticPart(state.critic, state.target, state.scale, state.critic_copies)
     part, metrics = critics(part, sample, state.temperature.params, *batch)
     return state._replace(**part._asdict()), metrics
 

@@ -179,7 +179,9 @@ class Losses:
         if self.config.bc_alpha > 0:
             loss = loss + self.config.bc_alpha * q.abs().mean().detach() * ((action - batch.action) ** 2).mean()
         entropy = self.entropy(log_prob)
-        return loss, {"actor_loss": loss, "entropy": entropy, "mean_action": action.mean(), "q": q.mean()}
+        # Compiled, a row's mean is one more sum beside its log-probability; a mean over all is two kernels.
+        mean_action = action.mean(-1).mean()
+        return loss, {"actor_loss": loss, "entropy": entropy, "mean_action": mean_action, "q": q.mean()}
 
     def entropy(self, log_prob: Tensor) -> Tensor:
         """Returns the entropy () of a policy by the log-probabilities [B] of what it does."""

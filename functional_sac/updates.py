@@ -17,8 +17,10 @@ from functional_sac import losses, networks
 from functional_sac.config import SACConfig
 from functional_sac.distributions import Sample
 from functional_sac.envs.env import EnvSpec
-from functional_sac.fused.descent import descend
+from functional_sac.fused.alignment import aligned
+from functional_sac.fused.descent import Descended, descend
 from functional_sac.fused.gradients import Forward, Gradients
+from functional_sac.fused.inputs import Batch
 from functional_sac.losses import Losses
 from functional_sac.networks import Actor, Critic, Stats
 from functional_sac.transition import Transition
@@ -41,6 +43,9 @@ class SACState(NamedTuple):
     target: Critic  # parameters of both target critics, stacked [2, ...]
     temperature: StepState  # params: the log temperature, ()
     scale: LossScaleState  # of the float16 loss; at rest otherwise
+    # Between the updates of a cycle, where they are fused: the weights as products read them, see `fused.alignment`.
+    actor_copies: tuple[Tensor, ...] = ()
+    critic_copies: tuple[Tensor, ...] = ()  # critics, then target critics
 
 
 class PolicyPart(NamedTuple):
@@ -49,6 +54,7 @@ class PolicyPart(NamedTuple):
     actor: StepState
     temperature: StepState
     scale: LossScaleState
+    actor_copies: tuple[Tensor, ...] = ()
 
 
 class Foreseen(NamedTuple):
@@ -65,6 +71,7 @@ class CriticPart(NamedTuple):
     critic: StepState
     target: Critic
     scale: LossScaleState
+    critic_copies: tuple[Tensor, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,9 +110,28 @@ class Updates:
             scale=self.scaler.init(key.device),
         )
 
-    def foresee(self, temperature: StepState, actor: Actor, batch: Transition, noise: Tensor) -> Foreseen:
-        """Returns what a fused update of the policy may begin with before the critics are known; see `policy`."""
-        forward = Gradients(self.loss).actor_forward(actor, batch, noise)
+    def copies(self, state: SACState) -> SACState:
+        """Returns a state whose next updates need not make their copies of the weights."""
+        if not self.fused:
+            return state
+        actor = tree.map(lambda leaf: leaf.unsqueeze(0), state.actor.params.trunk)
+        critics = [state.critic.params.trunk, state.target.trunk]
+        actor, critics = (tuple(aligned(trunks, self.loss.dtype)) for trunks in ([actor], critics))
+        return state._replace(actor_copies=actor, critic_copies=critics)
+
+    def foresee(
+        self,
+        temperature: StepState,
+        actor: Actor,
+        batch: Transition | Batch,
+        noise: Tensor,
+        copies: tuple[Tensor, ...] = (),
+    ) -> Foreseen:
+        """Returns what a fused update of the policy may begin with before the critics are known; see `policy`.
+
+        `copies` are the actor's, see `SACState`.
+        """
+        forward = Gradients(self.loss).actor_forward(actor, batch, noise, copies)
         temperature, _, heat = self.temperature.update(temperature, self.loss.entropy(forward.log_prob))
         return Foreseen(forward, temperature, heat.metrics)
 
@@ -114,8 +140,9 @@ class Updates:
         part: PolicyPart,
         critic: Critic,
         stats: Stats,
-        batch: Transition,
+        batch: Transition | Batch,
         noise: Tensor,
+        critic_copies: tuple[Tensor, ...] = (),
         foreseen: Foreseen | tuple[()] = (),
     ) -> tuple[PolicyPart, Metrics]:
         """Updates the actor, then the temperature with the entropy of the actor before its step.
@@ -126,26 +153,31 @@ class Updates:
           stats: their statistics.
           batch: [B, ...], rewards scaled.
           noise: [2B, A] standard normal.
+          critic_copies: see `SACState`.
           foreseen: of a fused update, what `foresee` returned for the same actor and temperature, if it was called.
         """
         inputs = (critic, stats, part.temperature.params, batch, noise)
         if self.fused:
-            foreseen = foreseen or self.foresee(part.temperature, part.actor.params, batch, noise)
-            actor, _, ok, aux = self._descend(self.actor, part.actor, (), (foreseen.forward, *inputs))
-            temperature, heat = foreseen.temperature, foreseen.metrics
+            foreseen = foreseen or self.foresee(part.temperature, part.actor.params, batch, noise, part.actor_copies)
+            inputs = (foreseen.forward, *inputs, critic_copies)
+            actor, found, ok, aux = self._descend(self.actor, part.actor, (), part.actor_copies, inputs)
+            temperature, heat, copies = foreseen.temperature, foreseen.metrics, found.copies
         else:
             actor, ok, aux = self.actor.update(part.actor, *inputs, scale=self._scale(part))
             temperature, _, found = self.temperature.update(part.temperature, aux.metrics["entropy"])
-            heat = found.metrics
-        return PolicyPart(actor, temperature, self._rescale(part.scale, ok)), {**aux.metrics, **heat}
+            heat, copies = found.metrics, ()
+        return PolicyPart(actor, temperature, self._rescale(part.scale, ok), copies), {**aux.metrics, **heat}
 
-    def next_policy(self, actor: Actor, stats: Stats, batch: Transition, noise: Tensor) -> Sample:
+    def next_policy(
+        self, actor: Actor, stats: Stats, batch: Transition | Batch, noise: Tensor, copies: tuple[Tensor, ...] = ()
+    ) -> Sample:
         """Returns what the policy does in a batch's next observations; see `losses.Losses.next_policy`."""
-        policy = Gradients(self.loss) if self.fused else self.loss
-        return policy.next_policy(actor, stats, batch, noise)
+        if self.fused:
+            return Gradients(self.loss).next_policy(actor, stats, batch, noise, copies)
+        return self.loss.next_policy(actor, stats, batch, noise)
 
     def critics(
-        self, part: CriticPart, policy: Sample, log_temperature: Tensor, batch: Transition
+        self, part: CriticPart, policy: Sample, log_temperature: Tensor, batch: Transition | Batch
     ) -> tuple[CriticPart, Metrics]:
         """Updates the critics, then moves the target towards them, unless the gate is closed.
 
@@ -157,22 +189,26 @@ class Updates:
         """
         inputs = (policy, log_temperature, batch)
         if self.fused:
-            critic, target, ok, aux = self._descend(self.critic, part.critic, part.target, (part.target, *inputs))
+            inputs = (part.target, *inputs, part.critic_copies)
+            critic, found, ok, aux = self._descend(self.critic, part.critic, part.target, part.critic_copies, inputs)
+            target, copies = found.target, found.copies
         else:
+            copies = ()
             goal = self.loss.critic_goal(part.target, part.critic.stats.target, *inputs)
             critic, ok, aux = self.critic.update(part.critic, goal, scale=self._scale(part))
             target = tree.where(ok, tree.lerp(part.target, critic.params, self.config.tau), part.target)
-        return CriticPart(critic, target, self._rescale(part.scale, ok)), aux.metrics
+        return CriticPart(critic, target, self._rescale(part.scale, ok), copies), aux.metrics
 
     def _descend(
-        self, step: Step, state: StepState, target: Critic | tuple[()], inputs: tuple
-    ) -> tuple[StepState, Critic | tuple[()], Tensor, Aux]:
+        self, step: Step, state: StepState, target: Critic | tuple[()], copies: tuple[Tensor, ...], inputs: tuple
+    ) -> tuple[StepState, Descended, Tensor, Aux]:
         """Does what `step.update` and the target's average do, as one op behind the gradient."""
-        gradient, ok, aux = step.gradient(state, *inputs)
+        gradients, ok, aux = step.gradient(state, *inputs)
         rate = self.rate(state.opt.count)
-        params, target, opt = descend(state.params, target, state.opt, gradient, ok, rate, self.config.tau)
+        kind = self.loss.dtype if copies else None
+        found = descend(state.params, target, state.opt, gradients, ok, rate, self.config.tau, kind)
         stats = tree.where(ok, aux.stats, state.stats)
-        return StepState(params, stats, opt, gate.update(state.gate, ok)), target, ok, aux
+        return StepState(found.params, stats, found.opt, gate.update(state.gate, ok)), found, ok, aux
 
     def _scale(self, part: PolicyPart | CriticPart) -> Tensor | None:
         return part.scale.scale if self.config.compute_dtype == "float16" else None

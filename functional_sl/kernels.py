@@ -44,6 +44,13 @@ def rowwise(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def matrices(x: torch.Tensor) -> torch.Tensor:
+    """Returns x [..., F] as [N, rows, length]; a copy only where it does not lie so."""
+    lead = x.shape[:-1]
+    length = x.shape[-1] if x.ndim else 1
+    return x.reshape(-1, lead[-1] if lead else 1, length)
+
+
 def compile_ahead(fn: Callable[..., Any], *args: Any) -> None:
     """Compiles all kernels that `fn(*args)` launches by `launch`, side by side.
 

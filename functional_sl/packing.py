@@ -1,4 +1,4 @@
-"""Packing a gradient group that is written out, whatever the types of its leaves, in one pass.
+"""Packing a gradient group that is written out, whatever the types of its leaves, in one pass; or its sentinel alone.
 
 It comes to `wire.pack` of the leaves in the group's type, with `wire.sentinel`. On a GPU two Triton kernels cast, pack
 and look for what is not finite, the second of a single program; elsewhere it is plain operations, of the same bits.
@@ -30,11 +30,20 @@ def pack(layout: wire.Layout, gradients: Tree, loss: Tensor) -> Tensor:
     Raises:
       ValueError: if a leaf has another shape than the layout says.
     """
+    return _pack(_leaves(layout, gradients), loss, layout.dtype)
+
+
+def sentinel(layout: wire.Layout, gradients: Tree, loss: Tensor) -> Tensor:
+    """Returns what `pack` would put at the end, 0-d, and packs nothing; arguments as there."""
+    return _sentinel(_leaves(layout, gradients), loss, layout.dtype)
+
+
+def _leaves(layout: wire.Layout, gradients: Tree) -> list[Tensor]:
     leaves = tree.leaves(gradients)
     for name, shape, leaf in zip(layout.names, layout.shapes, leaves, strict=True):
         if leaf.shape != shape:
             raise ValueError(f"leaf {name!r} is {tuple(leaf.shape)}, not {shape}")
-    return _pack(leaves, loss, layout.dtype)
+    return leaves
 
 
 class Parts:
@@ -81,7 +90,18 @@ def _(leaves: Sequence[Tensor], loss: Tensor, dtype: torch.dtype) -> Tensor:
     return loss.new_empty((sum(leaf.numel() for leaf in leaves) + 1,), dtype=dtype)
 
 
+@library.custom_op("functional_sl::sentinel", mutates_args=())
+def _sentinel(leaves: Sequence[Tensor], loss: Tensor, dtype: torch.dtype) -> Tensor:
+    return wire.sentinel(loss, [leaf.to(dtype) for leaf in leaves])
+
+
+@_sentinel.register_fake
+def _(leaves: Sequence[Tensor], loss: Tensor, dtype: torch.dtype) -> Tensor:
+    return loss.new_empty((), dtype=dtype)
+
+
 if buildable():
     from functional_sl import packing_kernels
 
     _pack.register_kernel("cuda")(packing_kernels.pack)
+    _sentinel.register_kernel("cuda")(packing_kernels.sentinel)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from functional_sl.kernels import launch
+from functional_sl.kernels import launch, matrices
 
 PIECE = 2048  # elements of a program
 FLAGS = 1024  # of programs that are read at a time
@@ -22,7 +22,7 @@ FLAGS = 1024  # of programs that are read at a time
 @triton.jit
 def _piece(
     leaf, packed, bad, begin, START: tl.constexpr, SIZE: tl.constexpr, LENGTH: tl.constexpr, ROWS: tl.constexpr,
-    MATRIX: tl.constexpr, ROW: tl.constexpr, COLUMN: tl.constexpr, PIECE: tl.constexpr,
+    MATRIX: tl.constexpr, ROW: tl.constexpr, COLUMN: tl.constexpr, PACK: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     place = begin + tl.arange(0, PIECE)
     inside = place < SIZE
@@ -32,19 +32,20 @@ def _piece(
         row = place // LENGTH
         source = leaf + (row // ROWS) * MATRIX + (row % ROWS) * ROW + (place % LENGTH) * COLUMN
     value = tl.load(source, mask=inside, other=0.0).to(packed.dtype.element_ty)
-    tl.store(packed + START + place, value, mask=inside)
+    if PACK:
+        tl.store(packed + START + place, value, mask=inside)
     # A comparison with NaN is false.
     tl.store(bad + tl.program_id(0), tl.max(tl.where(tl.abs(value) < float("inf"), 0, 1), 0))
 
 
 @triton.jit
-def _pack(leaves, packed, bad, PLAN: tl.constexpr, COUNT: tl.constexpr, PIECE: tl.constexpr):
+def _pack(leaves, packed, bad, PLAN: tl.constexpr, COUNT: tl.constexpr, PACK: tl.constexpr, PIECE: tl.constexpr):
     program = tl.program_id(0)
     for i in tl.static_range(COUNT):
         if (program >= PLAN[i][0]) & (program < PLAN[i][1]):
             _piece(
                 leaves[i], packed, bad, (program - PLAN[i][0]) * PIECE, PLAN[i][2], PLAN[i][3], PLAN[i][4], PLAN[i][5],
-                PLAN[i][6], PLAN[i][7], PLAN[i][8], PIECE,
+                PLAN[i][6], PLAN[i][7], PLAN[i][8], PACK, PIECE,
             )  # fmt: skip
 
 
@@ -60,22 +61,27 @@ def _sentinel(bad, loss, packed, size, PROGRAMS: tl.constexpr, FLAGS: tl.constex
 
 def pack(leaves: Sequence[Tensor], loss: Tensor, dtype: torch.dtype) -> Tensor:
     """Launches `packing.pack`."""
-    matrices = [_matrices(leaf) for leaf in leaves]
+    packed = torch.empty(sum(leaf.numel() for leaf in leaves) + 1, dtype=dtype, device=loss.device)
+    _launch(leaves, loss, packed, True)
+    return packed
+
+
+def sentinel(leaves: Sequence[Tensor], loss: Tensor, dtype: torch.dtype) -> Tensor:
+    """Launches `packing.sentinel`."""
+    found = torch.empty((), dtype=dtype, device=loss.device)
+    _launch(leaves, loss, found, False)
+    return found
+
+
+def _launch(leaves: Sequence[Tensor], loss: Tensor, packed: Tensor, pack: bool) -> None:
+    """Has the leaves looked at, and packed or not; the sentinel goes to the end of `packed`."""
+    given = [matrices(leaf) for leaf in leaves]
     plan, programs, size = [], 0, 0
-    for leaf in matrices:
+    for leaf in given:
         last = programs + triton.cdiv(leaf.numel(), PIECE)
         plan.append((programs, last, size, leaf.numel(), *leaf.shape[:0:-1], *leaf.stride()))
         programs = last
         size += leaf.numel()
-    packed = torch.empty(size + 1, dtype=dtype, device=loss.device)
     bad = torch.empty(programs, dtype=torch.int32, device=loss.device)
-    launch(_pack, (programs,), tuple(matrices), packed, bad, PLAN=tuple(plan), COUNT=len(plan), PIECE=PIECE)
-    launch(_sentinel, (1,), bad, loss, packed, size, PROGRAMS=programs, FLAGS=FLAGS)
-    return packed
-
-
-def _matrices(leaf: Tensor) -> Tensor:
-    """Returns a leaf as [N, rows, length]; a copy only where it does not lie so."""
-    lead = leaf.shape[:-1]
-    length = leaf.shape[-1] if leaf.ndim else 1
-    return leaf.reshape(-1, lead[-1] if lead else 1, length)
+    launch(_pack, (programs,), tuple(given), packed, bad, PLAN=tuple(plan), COUNT=len(plan), PACK=pack, PIECE=PIECE)
+    launch(_sentinel, (1,), bad, loss, packed, packed.numel() - 1, PROGRAMS=programs, FLAGS=FLAGS)

@@ -54,13 +54,13 @@ class Step(NamedTuple):
     Attributes:
       init: `(params, stats) -> StepState`.
       update: `(state, *inputs, scale=None) -> (StepState, ok, Aux)`.
-      gradient: `(state, *inputs, scale=None) -> (gradient [P], ok, Aux)`, the part of `update` before the transform,
-        where another one follows.
+      gradient: `(state, *inputs, scale=None) -> (gradients, ok, Aux)`, the part of `update` before the transform,
+        where another one follows. The gradients are like the parameters, in types that theirs holds.
     """
 
     init: Callable[..., StepState]
     update: Callable[..., tuple[StepState, Tensor, Aux]]
-    gradient: Callable[..., tuple[Tensor, Tensor, Aux]]
+    gradient: Callable[..., tuple[tree.Tree, Tensor, Aux]]
 
 
 Loss = Callable[..., tuple[Tensor, Aux]]
@@ -121,21 +121,36 @@ def make_step(
             grads, value, aux = _accumulate(loss, accumulation, state, inputs, scale)
             layout = layout_of(grads)
             packed = wire.pack(layout, grads, wire.sentinel(value, grads))
-        elif scale is not None:
-            raise ValueError("scale: a gradient that is written out knows no loss scale")
         elif across.size > 1:
             parts = packing.Parts(layout_of(state.params), across.begin)
-            grads, value, aux = gradient(state.params, state.stats, *inputs, send=parts.send)
+            grads, value, aux = written(state, inputs, scale, parts.send)
             mean, sentinel, own = parts.finish(grads, value)
             return mean, gate.is_open(mean, sentinel), Aux(aux.stats, aux.metrics, own)
         else:
-            grads, value, aux = gradient(state.params, state.stats, *inputs, send=None)
+            grads, value, aux = written(state, inputs, scale)
             layout = layout_of(state.params)
             packed = packing.pack(layout, grads, value)
         reduced = across.reduce(packed, layout)
         # What has not travelled is what the sentinel has seen.
         ok = packed[-1] == 0 if reduced is packed else gate.is_open(reduced[:-1], reduced[-1])
         return reduced[:-1], ok, Aux(aux.stats, aux.metrics, packed[-1])
+
+    def written(
+        state: StepState, inputs: tuple, scale: Tensor | None, send: Callable[..., None] | None = None
+    ) -> tuple[tree.Tree, Tensor, Aux]:
+        if scale is not None:
+            raise ValueError("scale: a gradient that is written out knows no loss scale")
+        return gradient(state.params, state.stats, *inputs, send=send)
+
+    def gradients(state: StepState, *inputs: tree.Tree, scale: Tensor | None = None) -> tuple[tree.Tree, Tensor, Aux]:
+        layout = layout_of(state.params)
+        if gradient is None or across.size > 1 or layout.travels_as != layout.dtype:
+            mean, ok, aux = average(state, *inputs, scale=scale)
+            return wire.unpack(mean, state.params), ok, aux
+        # Nothing travels, so nothing is packed.
+        grads, value, aux = written(state, inputs, scale)
+        sentinel = packing.sentinel(layout, grads, value)
+        return grads, sentinel == 0, Aux(aux.stats, aux.metrics, sentinel)
 
     def update(state: StepState, *inputs: tree.Tree, scale: Tensor | None = None) -> tuple[StepState, Tensor, Aux]:
         mean, ok, aux = average(state, *inputs, scale=scale)
@@ -149,7 +164,7 @@ def make_step(
         params = wire.unpack(flat + updates, state.params)
         return (project(params) if project else params), aux.stats, opt
 
-    return Step(init, update, average)
+    return Step(init, update, gradients)
 
 
 def _accumulate(

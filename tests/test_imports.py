@@ -67,7 +67,7 @@ SAC = {
     "replay": "envs transition | keys",
     "acting": "networks | keys",
     "losses": "config distributions networks transition value | step tree",
-    "fused": "distributions losses networks transition value | kernels optim step streams tree wire",
+    "fused": "distributions losses networks replay transition value | kernels optim step streams tree wire",
     "updates": "config distributions envs fused losses networks transition | "
     "gate keys loss_scale optim parallel schedules step tree",
     "cycle": "config distributions envs fused losses networks replay reward_scale transition updates | "

@@ -1,5 +1,7 @@
 """The weights of a trunk as its products read them: stacked, padded and in their type, by one op.
 
+Between updates `descent` writes them anew together with the parameters.
+
 On a GPU that is one Triton kernel over all leaves, elsewhere plain operations of the same bits. It has no rule for
 `vmap`.
 """
@@ -31,10 +33,21 @@ def aligned(trunks: Sequence[Trunk], dtype: torch.dtype) -> list[Tensor]:
       Leaves [N, ...] in new memory, N the sum of all M, without the scale of the RMS norm; matrices are in the type
       of the products, and the rows of `w` have a multiple of eight features.
     """
+    return _align(*parts(trunks), dtype)
+
+
+def parts(trunks: Sequence[Trunk]) -> tuple[list[Tensor], list[int]]:
+    """Returns the leaves of one trunk after the other, and the widths to which those of a trunk are padded."""
     leaves = [tree.leaves(trunk._replace(post_scale=())) for trunk in trunks]
     widths = [leaf.shape[-1] for leaf in leaves[0]]
     widths[INPUT_WEIGHT] += -widths[INPUT_WEIGHT] % networks.ALIGNMENT
-    return _align([leaf for own in leaves for leaf in own], widths, dtype)
+    return [leaf for own in leaves for leaf in own], widths
+
+
+def empty(trunks: Sequence[Trunk], dtype: torch.dtype) -> list[Tensor]:
+    """Returns room for what `aligned` returns."""
+    leaves, widths = parts(trunks)
+    return [leaves[0].new_empty(shape, dtype=kind) for shape, kind in shapes(leaves, widths, dtype)]
 
 
 def shapes(leaves: Sequence[Tensor], widths: Sequence[int], dtype: torch.dtype) -> list[tuple[list[int], torch.dtype]]:

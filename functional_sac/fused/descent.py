@@ -1,8 +1,9 @@
 """What follows the gradient in an update as one op: Adam, projection, the gate's selection and the target's average.
 
 It is defined by `optim.adam`, `networks.project`, `tree.where` and `tree.lerp`, which are what it does but on a GPU:
-there one Triton kernel reads parameters, gradient, moments and target once and writes them once. The kernel agrees with
-the definition to rounding, and to the bit where the gate is closed. The op has no rule for `vmap`.
+there one Triton kernel reads parameters, gradient, moments and target once and writes them once, and with them, where
+they are wanted, the copies that the next update's products read. The kernel agrees with the definition to rounding, and
+to the bit where the gate is closed. The op has no rule for `vmap`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, library
 
 from functional_sac import networks
+from functional_sac.fused import alignment
 from functional_sac.networks import Actor, BatchNorm, Block, Critic, Trunk
 from functional_sl import optim, tree, wire
 from functional_sl.kernels import buildable
@@ -30,16 +32,18 @@ class Descended(NamedTuple):
     params: Actor | Critic
     target: Actor | Critic | tuple[()]
     opt: AdamState
+    copies: tuple[Tensor, ...]
 
 
 def descend(
     params: Actor | Critic,
     target: Actor | Critic | tuple[()],
     opt: AdamState,
-    gradient: Tensor,
+    gradients: Actor | Critic,
     ok: Tensor,
     rate: Tensor,
     tau: float,
+    copies: torch.dtype | None = None,
 ) -> Descended:
     """Takes one projected step of `optim.adam` and moves the target towards its end, unless the gate is closed.
 
@@ -47,20 +51,23 @@ def descend(
       params: of a network, or of stacked ones.
       target: the average of such parameters, or ().
       opt: of the parameters, moments [P].
-      gradient: [P].
+      gradients: like the parameters, in types that theirs holds; they may have gaps between their rows.
       ok: () bool, the gate's.
       rate: (), the learning rate.
       tau: weight of the new parameters in the target.
+      copies: the type of the products, for which the new trunks are to be `alignment.aligned`: parameters, then target.
     """
     leaves, structure = tree.flatten(params)
     others, target_structure = tree.flatten(target)
     count = opt.count + 1
     corrections = optim.corrections(count, rate)
     network = type(params).__name__
-    found = _descend(network, leaves, others, gradient, opt.mu, opt.nu, ok, *corrections, tau)
-    new, behind, (mu, nu) = found[: len(leaves)], found[len(leaves) : -2], found[-2:]
+    slopes = tree.leaves(gradients)
+    mu, nu, *found = _descend(network, leaves, others, slopes, opt.mu, opt.nu, ok, *corrections, tau, copies)
     opt = AdamState(torch.where(ok, count, opt.count), mu, nu)
-    return Descended(tree.unflatten(structure, new), tree.unflatten(target_structure, behind), opt)
+    own, both = len(leaves), len(leaves) + len(others)
+    new, behind = tree.unflatten(structure, found[:own]), tree.unflatten(target_structure, found[own:both])
+    return Descended(new, behind, opt, tuple(found[both:]))
 
 
 _destination: contextvars.ContextVar[tuple[Tensor, ...]] = contextvars.ContextVar("destination", default=())
@@ -69,7 +76,7 @@ _destination: contextvars.ContextVar[tuple[Tensor, ...]] = contextvars.ContextVa
 @contextlib.contextmanager
 def into(params: Actor | Critic, target: Actor | Critic | tuple[()], opt: AdamState) -> Iterator[None]:
     """Has the one call of `descend` in the block leave its results in these tensors, which are none that it reads."""
-    token = _destination.set((*tree.leaves((params, target)), opt.mu, opt.nu))
+    token = _destination.set((opt.mu, opt.nu, *tree.leaves((params, target))))
     try:
         yield
     finally:
@@ -81,33 +88,48 @@ def _descend(
     network: str,
     params: Sequence[Tensor],
     target: Sequence[Tensor],
-    gradient: Tensor,
+    gradients: Sequence[Tensor],
     mu: Tensor,
     nu: Tensor,
     ok: Tensor,
     step: Tensor,
     root: Tensor,
     tau: float,
+    copies: torch.dtype | None,
 ) -> list[Tensor]:
-    """Returns the leaves of the parameters, then those of the target, then both moments."""
-    old = tree.unflatten(tree.flatten(skeleton(network, len(params)))[1], params)
+    """Returns both moments, then the leaves of the parameters, those of the target and the copies."""
+    old = network_of(network, params)
+    gradient = torch.cat([leaf.reshape(-1).to(mu.dtype) for leaf in gradients])
     new_mu, new_nu, denominator = optim.moments(gradient, mu, nu, root)
     flat = torch.cat([leaf.reshape(-1) for leaf in params]) + new_mu * step / denominator
     new = tree.where(ok, networks.project(wire.unpack(flat, old)), old)
     behind = list(target)
     if behind:
         behind = tree.where(ok, tree.lerp(behind, tree.leaves(new), tau), behind)
-    found = [*tree.leaves(new), *behind, *tree.where(ok, [new_mu, new_nu], [mu, nu])]
-    places = _destination.get()
-    return [place.copy_(leaf) for place, leaf in zip(places, found, strict=True)] if places else found
+    found = [*tree.where(ok, [new_mu, new_nu], [mu, nu]), *tree.leaves(new), *behind]
+    if places := _destination.get():
+        found = [place.copy_(leaf) for place, leaf in zip(places, found, strict=True)]
+    return found if copies is None else [*found, *alignment.aligned(trunks(network, tree.leaves(new), behind), copies)]
 
 
 @_descend.register_fake
 def _(
-    network: str, params: Sequence[Tensor], target: Sequence[Tensor], gradient: Tensor, mu: Tensor, nu: Tensor,
-    *numbers: object,
+    network: str, params: Sequence[Tensor], target: Sequence[Tensor], gradients: Sequence[Tensor], mu: Tensor,
+    nu: Tensor, *numbers: object,
 ) -> list[Tensor]:  # fmt: skip
-    return [leaf.new_empty(leaf.shape) for leaf in (*params, *target, mu, nu)]
+    found = [leaf.new_empty(leaf.shape) for leaf in (mu, nu, *params, *target)]
+    return found if numbers[-1] is None else [*found, *alignment.empty(trunks(network, params, target), numbers[-1])]
+
+
+def trunks(network: str, params: Sequence[Tensor], target: Sequence[Tensor]) -> list[Trunk]:
+    """Returns the stacked trunks, [N, ...], that lie in the leaves of parameters and target."""
+    found = [network_of(network, leaves).trunk for leaves in (params, target) if leaves]
+    return found if network == "Critic" else tree.map(lambda leaf: leaf.unsqueeze(0), found)
+
+
+def network_of(network: str, leaves: Sequence[Tensor]) -> Actor | Critic:
+    """Returns the network of which these are the leaves."""
+    return tree.unflatten(tree.flatten(skeleton(network, len(leaves)))[1], leaves)
 
 
 def skeleton(network: str, count: int) -> Actor | Critic:
@@ -128,6 +150,9 @@ if buildable():
 
     @_descend.register_kernel("cuda")
     def _(network: str, params: Sequence[Tensor], target: Sequence[Tensor], *given: object) -> list[Tensor]:
+        *given, tau, dtype = given
         names = tuple(tree.names(skeleton(network, len(params))))
-        new = list(_destination.get()) or [leaf.new_empty(leaf.shape) for leaf in (*params, *target, *given[1:3])]
-        return descent_kernels.descend(names, params, target, given[:3], given[3:6], given[6], new)
+        copies = [] if dtype is None else alignment.empty(trunks(network, params, target), dtype)
+        gradients, mu, nu, *numbers = given
+        new = list(_destination.get()) or [leaf.new_empty(leaf.shape) for leaf in (mu, nu, *params, *target)]
+        return descent_kernels.descend(names, params, target, gradients, (mu, nu), numbers, copies, tau, new)

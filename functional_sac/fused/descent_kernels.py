@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from functional_sac.networks import NORM_EPS
-from functional_sl.kernels import launch
+from functional_sl.kernels import launch, matrices
 from functional_sl.optim import B1, B2, EPS
 
 TILE = 1024  # elements that a program holds at a time, unless its row is longer
@@ -25,13 +25,13 @@ _B1, _B2, _EPS, _NORM_EPS = (tl.constexpr(number) for number in (B1, B2, EPS, NO
 
 
 @triton.jit
-def _adam(param, vectors, new_vectors, place, start, inside, is_open, step, inverse_root):
+def _adam(param, gradient, vectors, new_vectors, place, start, inside, is_open, step, inverse_root):
     """Moves a tile's moments; returns its parameters before and after, not projected."""
     flat = start + place
     old = tl.load(param + place, mask=inside, other=0.0)
-    slope = tl.load(vectors[0] + flat, mask=inside, other=0.0)
-    mean = tl.load(vectors[1] + flat, mask=inside, other=0.0)
-    square = tl.load(vectors[2] + flat, mask=inside, other=0.0)
+    slope = tl.load(gradient, mask=inside, other=0.0).to(old.dtype)
+    mean = tl.load(vectors[0] + flat, mask=inside, other=0.0)
+    square = tl.load(vectors[1] + flat, mask=inside, other=0.0)
     new_mean = mean + (1 - _B1) * (slope - mean)
     new_square = square * _B2 + (1 - _B2) * slope * slope
     tl.store(new_vectors[0] + flat, tl.where(is_open, new_mean, mean), mask=inside)
@@ -40,19 +40,38 @@ def _adam(param, vectors, new_vectors, place, start, inside, is_open, step, inve
 
 
 @triton.jit
-def _settle(new, target, new_target, old, value, place, inside, is_open, AVERAGE: tl.constexpr, TAU: tl.constexpr):
-    """Selects a tile of a leaf and moves its target."""
+def _copy(copy, value, row, column, inside, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Stores a tile in the type of the copy, with zeros up to its width."""
+    wanted = (row < ROWS)[:, None] & (column < WIDTH)[None, :]
+    value = tl.where(inside, value, 0.0).to(copy.dtype.element_ty)
+    tl.store(copy + row[:, None] * WIDTH + column[None, :], value, mask=wanted)
+
+
+@triton.jit
+def _settle(
+    new, target, new_target, copy, old, value, row, column, is_open,
+    ROWS: tl.constexpr, LENGTH: tl.constexpr, WIDTH: tl.constexpr, AVERAGE: tl.constexpr, TAU: tl.constexpr,
+):  # fmt: skip
+    """Selects a tile of a leaf and moves its target; copies both where they have a width."""
+    place = row[:, None] * LENGTH + column[None, :]
+    inside = (row < ROWS)[:, None] & (column < LENGTH)[None, :]
     value = tl.where(is_open, value, old)
     tl.store(new + place, value, mask=inside)
+    if WIDTH > 0:
+        _copy(copy, value, row, column, inside, ROWS, WIDTH)
     if AVERAGE:
         behind = tl.load(target + place, mask=inside, other=0.0)
-        tl.store(new_target + place, tl.where(is_open, behind + TAU * (value - behind), behind), mask=inside)
+        behind = tl.where(is_open, behind + TAU * (value - behind), behind)
+        tl.store(new_target + place, behind, mask=inside)
+        if WIDTH > 0:
+            _copy(copy + ROWS * WIDTH, behind, row, column, inside, ROWS, WIDTH)
 
 
 @triton.jit
 def _rows(
-    params, targets, vectors, new, new_targets, new_vectors, row, is_open, step, inverse_root,
+    params, targets, gradients, vectors, new, new_targets, new_vectors, copies, row, is_open, step, inverse_root,
     i: tl.constexpr, KIND: tl.constexpr, START: tl.constexpr, ROWS: tl.constexpr, LENGTH: tl.constexpr,
+    WIDTH: tl.constexpr, HEIGHT: tl.constexpr, MATRIX: tl.constexpr, ROW: tl.constexpr, COLUMN: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr, AVERAGE: tl.constexpr, TAU: tl.constexpr,
 ):  # fmt: skip
     """Takes R rows of leaf i through the update."""
@@ -60,11 +79,17 @@ def _rows(
     column = tl.arange(0, C)
     place = row[:, None] * LENGTH + column[None, :]
     inside = (row < ROWS)[:, None] & (column < LENGTH)[None, :]
-    old, value = _adam(params[i], vectors, new_vectors, place, START, inside, is_open, step, inverse_root)
+    source = ((row // HEIGHT) * MATRIX + (row % HEIGHT) * ROW)[:, None] + (column * COLUMN)[None, :]
+    old, value = _adam(
+        params[i], gradients[i] + source, vectors, new_vectors, place, START, inside, is_open, step, inverse_root
+    )
     square = tl.sum(value * value, 1)
     if KIND == _PAIR:
         start = START + ROWS * LENGTH
-        old_bias, bias = _adam(params[i + 1], vectors, new_vectors, place, start, inside, is_open, step, inverse_root)
+        old_bias, bias = _adam(
+            params[i + 1], gradients[i + 1] + place, vectors, new_vectors, place, start, inside, is_open, step,
+            inverse_root,
+        )  # fmt: skip
         square += tl.sum(bias * bias, 1)
     if KIND == _UNIT:
         # NaN must stay, as it does in clamp_min.
@@ -75,27 +100,32 @@ def _rows(
         if KIND == _PAIR:
             bias *= factor
             _settle(
-                new[i + 1], targets[i + 1], new_targets[i + 1], old_bias, bias, place, inside, is_open, AVERAGE, TAU
-            )
-    _settle(new[i], targets[i], new_targets[i], old, value, place, inside, is_open, AVERAGE, TAU)
+                new[i + 1], targets[i + 1], new_targets[i + 1], copies[i + 1], old_bias, bias, row, column,
+                is_open, ROWS, LENGTH, WIDTH, AVERAGE, TAU,
+            )  # fmt: skip
+    _settle(
+        new[i], targets[i], new_targets[i], copies[i], old, value, row, column, is_open, ROWS, LENGTH, WIDTH,
+        AVERAGE, TAU,
+    )  # fmt: skip
 
 
 # Triton keeps the name `params` of an argument to itself.
 @triton.jit
 def _descend(
-    leaves, targets, vectors, ok, steps, roots, new, new_targets, new_vectors,
+    leaves, targets, gradients, vectors, ok, steps, roots, new, new_targets, new_vectors, copies,
     PLAN: tl.constexpr, COUNT: tl.constexpr, AVERAGE: tl.constexpr, TAU: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     is_open = tl.load(ok)
-    step = tl.load(steps).to(vectors[1].dtype.element_ty)
-    inverse_root = 1.0 / tl.load(roots).to(vectors[1].dtype.element_ty)
+    step = tl.load(steps).to(vectors[0].dtype.element_ty)
+    inverse_root = 1.0 / tl.load(roots).to(vectors[0].dtype.element_ty)
     for n in tl.static_range(COUNT):
         if (program >= PLAN[n][0]) & (program < PLAN[n][1]):
             _rows(
-                leaves, targets, vectors, new, new_targets, new_vectors, (program - PLAN[n][0]) * PLAN[n][7], is_open,
-                step, inverse_root, PLAN[n][2], PLAN[n][3], PLAN[n][4], PLAN[n][5], PLAN[n][6], PLAN[n][7], PLAN[n][8],
-                AVERAGE, TAU,
+                leaves, targets, gradients, vectors, new, new_targets, new_vectors, copies,
+                (program - PLAN[n][0]) * PLAN[n][12], is_open, step, inverse_root, PLAN[n][2], PLAN[n][3], PLAN[n][4],
+                PLAN[n][5], PLAN[n][6], PLAN[n][7], PLAN[n][8], PLAN[n][9], PLAN[n][10], PLAN[n][11], PLAN[n][12],
+                PLAN[n][13], AVERAGE, TAU,
             )  # fmt: skip
 
 
@@ -103,8 +133,10 @@ def descend(
     names: tuple[str, ...],
     params: Sequence[Tensor],
     target: Sequence[Tensor],
-    vectors: tuple[Tensor, Tensor, Tensor],
-    numbers: tuple[Tensor, Tensor, Tensor],
+    gradients: Sequence[Tensor],
+    moments: tuple[Tensor, Tensor],
+    numbers: Sequence[Tensor],
+    copies: list[Tensor],
     tau: float,
     new: list[Tensor],
 ) -> list[Tensor]:
@@ -114,37 +146,58 @@ def descend(
       names: of the leaves, which tell what becomes of them.
       params: the leaves.
       target: likewise, or none.
-      vectors: gradient and moments [P].
+      gradients: likewise, in types and places of their own.
+      moments: [P].
       numbers: the gate's answer, the step size and the root of the mean square's correction, 0-d.
+      copies: take the first leaves of the parameters, then of the target, in their own type and widths; or none.
       tau: weight of the new parameters in the target.
-      new: contiguous, take the leaves of the parameters, then those of the target, then both moments.
+      new: contiguous, take both moments, then the leaves of the parameters and those of the target.
 
     Returns:
-      `new`.
+      `new`, then the copies.
     """
-    vectors = tuple(vector.contiguous() for vector in vectors)
-    leaves = [leaf.contiguous() for leaf in (*params, *target)]
-    own, plan = len(params), _plan(names, tuple(tuple(leaf.shape) for leaf in params))
-    # Without a target the last leaves are those of the parameters, which nobody then reads or writes.
+    moments, leaves = ([tensor.contiguous() for tensor in tensors] for tensors in (moments, (*params, *target)))
+    new_moments, new = new[:2], new[2:]
+    gradients = [_slope(name, leaf) for name, leaf in zip(names, gradients, strict=True)]
+    own, places = len(params), tuple((leaf.shape[1], *leaf.stride()) for leaf in gradients)
+    plan = _plan(names, tuple(tuple(leaf.shape) for leaf in params), tuple(copy.shape[-1] for copy in copies), places)
+    # Without a target the last leaves are those of the parameters, which nobody then reads or writes; so with copies.
     launch(
-        _descend, (plan[-1][1],), tuple(leaves[:own]), tuple(leaves[-own:]), vectors, *numbers, tuple(new[:own]),
-        tuple(new[-own - 2 : -2]), tuple(new[-2:]), PLAN=plan, COUNT=len(plan), AVERAGE=bool(target), TAU=tau,
+        _descend, (plan[-1][1],), tuple(leaves[:own]), tuple(leaves[-own:]), tuple(gradients), tuple(moments), *numbers,
+        tuple(new[:own]), tuple(new[-own:]), tuple(new_moments), (*copies, *new[len(copies) : own]), PLAN=plan,
+        COUNT=len(plan), AVERAGE=bool(target), TAU=tau,
     )  # fmt: skip
-    return new
+    return [*new_moments, *new, *copies]
+
+
+def _slope(name: str, gradient: Tensor) -> Tensor:
+    """Returns a leaf's gradient as [N, rows, length], where it lies; a scale and its bias must lie alike."""
+    alike = _kind(name).value == _PAIR.value or name.endswith("/bias")
+    return matrices(gradient.contiguous() if alike else gradient)
 
 
 @functools.cache
-def _plan(names: tuple[str, ...], shapes: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
-    """Returns (first program, the one behind the last, leaf, kind, place in [P], rows, length, R, C) of each branch."""
+def _plan(
+    names: tuple[str, ...],
+    shapes: tuple[tuple[int, ...], ...],
+    widths: tuple[int, ...],
+    places: tuple[tuple[int, ...], ...],
+) -> tuple[tuple[int, ...], ...]:
+    """Returns what each branch takes, as tuples of constants.
+
+    They are the first program and the one behind the last, leaf, kind, place in [P], rows, length, width of the copy or
+    0, rows of a matrix of the gradient and its strides, and the rows and columns of a tile.
+    """
     plan, first, start = [], 0, 0
     for i, (name, shape) in enumerate(zip(names, shapes, strict=True)):
         rows, length = math.prod(shape[:-1]), shape[-1]
-        columns = triton.next_power_of_2(length)
+        width = widths[i] if i < len(widths) else 0
+        columns = triton.next_power_of_2(max(length, width))
         height = max(1, TILE // columns)
         # A bias goes with the scale before it.
         if not name.endswith("/bias"):
             last = first + triton.cdiv(rows, height)
-            plan.append((first, last, i, _kind(name).value, start, rows, length, height, columns))
+            plan.append((first, last, i, _kind(name).value, start, rows, length, width, *places[i], height, columns))
             first = last
         start += rows * length
     return tuple(plan)

@@ -10,14 +10,14 @@ differentiates the policy's density and the actor's loss in it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from functional_sac import distributions, networks
-from functional_sac.fused import actor_head, critic_heads, frozen_critics, trunk
+from functional_sac.fused import actor_head, critic_heads, frozen_critics, inputs, trunk
 from functional_sac.fused.alignment import aligned
 from functional_sac.losses import CriticStats, Losses
 from functional_sac.networks import BN_EPS, BN_MOMENTUM, Actor, BatchNorm, Block, Critic, Stats, Trunk
@@ -100,13 +100,17 @@ class Gradients:
         target: Critic,
         policy: distributions.Sample,
         log_temperature: Tensor,
-        batch: Transition,
+        batch: Transition | inputs.Batch,
+        copies: Sequence[Tensor] = (),
         send: Send | None = None,
     ) -> tuple[Critic, Tensor, Aux]:
-        """Returns what `losses.critic` towards `losses.critic_goal` comes to; arguments as there and in `make_step`."""
-        loss = self.losses
-        x = torch.cat(loss.critic_input(batch, policy), -1)
-        x, leaves = networks.padded(x), aligned([params.trunk, target.trunk], _products(loss.dtype, x))
+        """Returns what `losses.critic` towards `losses.critic_goal` comes to; arguments as there and in `make_step`.
+
+        `copies` are the trunks of both, `alignment.aligned`, where they are there already.
+        """
+        loss, lying = self.losses, inputs.batch(batch)
+        x, batch = lying.critic_input(policy.action), lying.transition()
+        leaves = list(copies) or aligned([params.trunk, target.trunk], _products(loss.dtype, x))
         mean, inverse_std, *_, h = kept = trunk.forward(x, leaves, BN_EPS)
         of_online = moved(stats.online, mean[:2], inverse_std[:2], x.shape[0])
         of_target = moved(stats.target, mean[2:], inverse_std[2:], x.shape[0])
@@ -119,18 +123,23 @@ class Gradients:
         metrics = {"critic_loss": head.loss, "max_entropy_bonus": entropy_term.amax()}
         return Critic(own, head.w, head.b), head.loss, Aux(CriticStats(of_online, of_target), metrics)
 
-    def actor_forward(self, params: Actor, batch: Transition, noise: Tensor) -> Forward:
-        """Returns what `actor` needs and the critics have no part in; arguments as in `losses.actor`."""
-        rows = batch.reward.shape[0]
+    def actor_forward(
+        self, params: Actor, batch: Transition | inputs.Batch, noise: Tensor, copies: Sequence[Tensor] = ()
+    ) -> Forward:
+        """Returns what `actor` needs and the critics have no part in; arguments as in `losses.actor`.
+
+        `copies` are the actor's trunk, `alignment.aligned`.
+        """
+        lying = inputs.batch(batch)
         # The next observations share the batch statistics, not the loss.
-        x = torch.cat([batch.observation.actor, batch.next_observation.actor])
-        stacked = tree.map(lambda leaf: leaf.unsqueeze(0), params.trunk)
-        inputs, leaves = networks.padded(x), aligned([stacked], _products(self.losses.dtype, x))
-        kept = trunk.forward(inputs, leaves, BN_EPS)
+        x, batch = lying.actor_input(), lying.transition()
+        rows, stacked = batch.reward.shape[0], tree.map(lambda leaf: leaf.unsqueeze(0), params.trunk)
+        leaves = list(copies) or aligned([stacked], _products(self.losses.dtype, x))
+        kept = trunk.forward(x, leaves, BN_EPS)
         raw, tape = actor_head.forward(kept[-1][:, :rows], params, x.dtype)
         policy = _sample(raw, noise[:rows])
         seen = torch.cat([critic_view(batch.observation), policy.action], -1)
-        return Forward(inputs, leaves, kept, raw, tape.normal, tape.w, seen, policy.log_prob)
+        return Forward(x, leaves, kept, raw, tape.normal, tape.w, seen, policy.log_prob)
 
     def actor(
         self,
@@ -140,12 +149,17 @@ class Gradients:
         critic: Critic,
         critic_stats: Stats,
         log_temperature: Tensor,
-        batch: Transition,
+        batch: Transition | inputs.Batch,
         noise: Tensor,
+        critic_copies: Sequence[Tensor] = (),
         send: Send | None = None,
     ) -> tuple[Actor, Tensor, Aux]:
-        """Returns what `losses.actor` comes to; arguments as there, `send` as in `make_step`."""
-        rows, loss = batch.reward.shape[0], self.losses
+        """Returns what `losses.actor` comes to; arguments as there and in `make_step`, and what `actor_forward` left.
+
+        `critic_copies` are those that `critic` takes.
+        """
+        loss, batch = self.losses, inputs.batch(batch).transition()
+        rows, dtype = batch.reward.shape[0], _products(loss.dtype, forward.inputs)
         mean, inverse_std, *_, h = forward.kept
         stacked, old = tree.map(lambda leaf: leaf.unsqueeze(0), (params.trunk, stats))
         new = moved(old, mean, inverse_std, forward.inputs.shape[0])
@@ -157,8 +171,8 @@ class Gradients:
             return loss.policy_value(distributions.Sample(action, log_prob), q, log_temperature, batch)
 
         actions = noise.shape[-1]
-        dtype = _products(loss.dtype, forward.inputs)
-        q, slope = frozen_critics.lower_value(critic, critic_stats, forward.seen, actions, dtype, *loss.atoms)
+        weights = [leaf[: critic.b.shape[0]] for leaf in critic_copies] or aligned([critic.trunk], dtype)
+        q, slope = frozen_critics.lower_value(critic, critic_stats, weights, forward.seen, actions, *loss.atoms)
         (daction, dlog_prob, dq), (found, metrics) = torch.func.grad_and_value(value, (0, 1, 2), has_aux=True)(
             forward.seen[:, -actions:], forward.log_prob, q
         )
@@ -174,11 +188,19 @@ class Gradients:
         own, new = tree.map(lambda leaf: leaf.squeeze(0), (of_trunk, new))
         return Actor(own, *heads), found, Aux(new, metrics)
 
-    def next_policy(self, actor: Actor, stats: Stats, batch: Transition, noise: Tensor) -> distributions.Sample:
-        """Returns what `losses.next_policy` comes to; arguments as there."""
-        x = batch.next_observation.actor
+    def next_policy(
+        self,
+        actor: Actor,
+        stats: Stats,
+        batch: Transition | inputs.Batch,
+        noise: Tensor,
+        copies: Sequence[Tensor] = (),
+    ) -> distributions.Sample:
+        """Returns what `losses.next_policy` comes to; arguments as there, and `copies` as `actor` takes them."""
+        x = inputs.batch(batch).transition().next_observation.actor
         stacked = tree.map(lambda leaf: leaf.unsqueeze(0), (actor.trunk, stats))
-        h = frozen_critics.activations(*stacked, x, _products(self.losses.dtype, x))
+        weights = list(copies) or aligned([stacked[0]], _products(self.losses.dtype, x))
+        h = frozen_critics.activations(*stacked, weights, x)
         return _sample(actor_head.forward(h, actor, x.dtype)[0], noise)
 
 

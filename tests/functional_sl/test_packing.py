@@ -36,6 +36,7 @@ def test_the_packed_vector_has_the_bits_of_the_wires(device: str, bad: str | Non
     packed = packing.pack(layout, grads, value)
     assert tree.bits_equal(packed, wire.pack(layout, wide, wire.sentinel(value, wide)))
     assert packed[-1].item() == float(bad is not None or loss != loss)
+    assert tree.bits_equal(packing.sentinel(layout, grads, value), packed[-1])
 
 
 def test_another_shape_is_refused() -> None:
@@ -47,4 +48,5 @@ def test_another_shape_is_refused() -> None:
 
 def test_the_op_is_what_a_compiler_takes_it_for() -> None:
     arguments = (tree.leaves(gradients("cpu")), torch.tensor(0.0), torch.float32)
-    library.opcheck(packing._pack, arguments, test_utils=("test_schema", "test_faketensor"))
+    for op in (packing._pack, packing._sentinel):
+        library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))

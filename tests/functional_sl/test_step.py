@@ -364,7 +364,7 @@ def test_a_gradient_that_is_written_out_may_be_of_a_narrower_type() -> None:
     step = make_step(lambda *a: None, optim.sgd(1.0), gradient=gradient)
     state = step.init({"w": torch.zeros(2)})
     found, ok, _ = step.gradient(state, torch.tensor([1.009, 2.0]))
-    assert (ok.item(), found.tolist(), found.dtype) == (True, [1.0078125, 2.0], torch.float32)
+    assert (ok.item(), found["w"].tolist()) == (True, [1.0078125, 2.0])
     after, _, _ = step.update(state, torch.tensor([1.009, 2.0]))
     assert after.params["w"].tolist() == [-1.0078125, -2.0]
     closed, ok, aux = step.update(after, torch.tensor([torch.inf, 0.0]))

@@ -7,7 +7,7 @@ import torch
 from torch import library
 
 from functional_sac import networks
-from functional_sac.fused import descent
+from functional_sac.fused import alignment, descent
 from functional_sac.networks import Actor, Critic
 from functional_sl import keys, optim, tree, wire
 
@@ -42,10 +42,13 @@ def defined(params: tree.Tree, target: tree.Tree, opt: optim.AdamState, gradient
     return new, tree.lerp(target, new, TAU) if target else (), opt
 
 
-def descended(device: str, ok: bool, *arguments: tree.Tree) -> tuple:
+def descended(device: str, ok: bool, *arguments: tree.Tree, copies: torch.dtype | None = None) -> tuple:
+    """Returns parameters, target and the optimizer's state, and the copies where there are to be any."""
+    *rest, gradient = arguments
     rate = torch.tensor(RATE, dtype=torch.float64)
-    given = tree.to((*arguments, torch.tensor(ok), rate), device)
-    return tree.to(tuple(descent.descend(*given, TAU)), "cpu")
+    given = tree.to((*rest, wire.unpack(gradient, rest[0]), torch.tensor(ok), rate), device)
+    found = tree.to(tuple(descent.descend(*given, TAU, copies)), "cpu")
+    return found if copies else found[:3]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -79,6 +82,38 @@ def test_a_closed_gate_keeps_every_bit(device: str, kind: str, number: float) ->
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("ok", [True, False])
+@pytest.mark.parametrize("kind", ["Actor", "Critic"])
+def test_copies_are_those_of_what_is_left_behind(device: str, kind: str, ok: bool, dtype: torch.dtype) -> None:
+    arguments = start(kind)
+    arguments[0].trunk.w[..., 2, 3] = torch.nan
+    *left, copies = descended(device, ok, *arguments, copies=dtype)
+    stacked = [
+        tree.map(lambda x: x if kind == "Critic" else x.unsqueeze(0), network.trunk) for network in left[:2] if network
+    ]
+    assert copies[alignment.INPUT_WEIGHT].shape[-1] == {"Actor": 24, "Critic": 40}[kind]
+    assert not copies[alignment.INPUT_WEIGHT][..., stacked[0].w.shape[-1] :].any()
+    assert tree.bits_equal(copies, tuple(alignment.aligned(stacked, dtype)))
+    assert tree.bits_equal(tuple(left), descended(device, ok, *arguments))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["Actor", "Critic"])
+def test_gradients_may_have_gaps_and_narrow_types(device: str, kind: str) -> None:
+    params, target, opt, gradient = start(kind)
+    gaps = tree.map(
+        lambda x: torch.nn.functional.pad(x.bfloat16(), (0, 3, 0, 2)[: 2 * x.ndim], value=torch.nan),
+        wire.unpack(gradient, params),
+    )
+    given = tree.map(lambda x, p: x[tuple(slice(size) for size in p.shape)], gaps, params)
+    packed = torch.cat([leaf.float().reshape(-1) for leaf in tree.leaves(given)])
+    rate = torch.tensor(RATE, dtype=torch.float64)
+    found = descent.descend(*tree.to((params, target, opt, given, torch.tensor(True), rate), device), TAU)
+    assert tree.bits_equal(tree.to(tuple(found)[:3], "cpu"), descended(device, True, params, target, opt, packed))
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_a_parameter_that_is_not_finite_stays_in_its_row(device: str) -> None:
     params, target, opt, gradient = start("Critic")
     params.trunk.w[1, 2, 3], params.trunk.norm.bias[0, 4], params.b[1, 5] = torch.nan, torch.nan, torch.inf
@@ -99,5 +134,8 @@ def test_a_skeleton_is_a_networks(kind: str, blocks: int) -> None:
 def test_the_op_is_what_a_compiler_takes_it_for() -> None:
     params, target, opt, gradient = start("Critic")
     corrections = optim.corrections(opt.count, torch.tensor(RATE, dtype=torch.float64))
-    arguments = ("Critic", tree.leaves(params), tree.leaves(target), gradient, opt.mu, opt.nu, torch.tensor(True))
-    library.opcheck(descent._descend, (*arguments, *corrections, TAU), test_utils=("test_schema", "test_faketensor"))
+    slopes = tree.leaves(wire.unpack(gradient, params))
+    arguments = ("Critic", tree.leaves(params), tree.leaves(target), slopes, opt.mu, opt.nu, torch.tensor(True))
+    library.opcheck(
+        descent._descend, (*arguments, *corrections, TAU, torch.bfloat16), test_utils=("test_schema", "test_faketensor")
+    )

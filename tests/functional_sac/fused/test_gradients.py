@@ -101,24 +101,39 @@ def test_the_next_policy(products: str, dtype: torch.dtype, tolerance: float, ch
     agree(gradients.Gradients(loss).next_policy(*given), loss.next_policy(*given), tolerance)
 
 
+def three_updates(made: updates.Updates, state: updates.SACState) -> updates.SACState:
+    values = batch(torch.float32)
+    for i in range(3):
+        noise = keys.normal(keys.key(6 + i), (36, 3))
+        policy = updates.PolicyPart(state.actor, state.temperature, state.scale, state.actor_copies)
+        critic = (state.critic.params, state.critic.stats.online)
+        policy, _ = made.policy(policy, *critic, values, noise[:24], state.critic_copies)
+        state = state._replace(**policy._asdict())
+        part = updates.CriticPart(state.critic, state.target, state.scale, state.critic_copies)
+        sample = made.next_policy(state.actor.params, state.actor.stats, values, noise[24:], state.actor_copies)
+        part, _ = made.critics(part, sample, state.temperature.params, values)
+        state = state._replace(**part._asdict())
+    return state
+
+
 def test_three_fused_updates_are_three_updates() -> None:
     """In float32, from one state; the largest parameter is about 1."""
     states = []
     for fast in (False, True):
         made = updates.make_updates(CONFIG, SPEC, single(), fast)
-        state, values = made.init(keys.key(1)), batch(torch.float32)
-        for i in range(3):
-            noise = keys.normal(keys.key(6 + i), (36, 3))
-            policy = updates.PolicyPart(state.actor, state.temperature, state.scale)
-            critic = (state.critic.params, state.critic.stats.online)
-            policy, _ = made.policy(policy, *critic, values, noise[:24])
-            state = state._replace(**policy._asdict())
-            part = updates.CriticPart(state.critic, state.target, state.scale)
-            sample = made.next_policy(state.actor.params, state.actor.stats, values, noise[24:])
-            part, _ = made.critics(part, sample, state.temperature.params, values)
-            state = state._replace(**part._asdict())
+        state = three_updates(made, made.init(keys.key(1)))
         states.append((state.actor.params, state.critic.params, state.target, state.actor.stats, state.critic.stats))
     torch.testing.assert_close(states[1], states[0], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("products", ["float32", "bfloat16"])
+def test_copies_of_the_weights_follow_them(products: str) -> None:
+    made = updates.make_updates(dataclasses.replace(CONFIG, compute_dtype=products), SPEC, single(), True)
+    state = made.init(keys.key(1))
+    plain, copied = three_updates(made, state), three_updates(made, made.copies(state))
+    assert plain.actor_copies == plain.critic_copies == ()
+    assert tree.bits_equal(copied, made.copies(plain))
+    assert copied.actor_copies[2].dtype == copied.critic_copies[2].dtype == getattr(torch, products)
 
 
 @pytest.mark.parametrize("number", [torch.nan, torch.inf])
