@@ -89,8 +89,9 @@ def make_learner(
     across = collectives or single()
     updates = make_updates(config, spec, across, fused)
     regions = _Regions(updates, across, reserved)
-    # The same kernels without a reduction, which a rank would wait in.
-    alone = _Regions(make_updates(config, spec, single(), fused), single(), reserved) if across.size > 1 else regions
+    # The same kernels, those of many ranks, without a reduction, which a rank would wait in.
+    alike = single()._replace(size=across.size)
+    alone = _Regions(make_updates(config, spec, alike, fused), alike, reserved) if across.size > 1 else regions
 
     def built(name: str) -> Region:
         wrapped = wrap(getattr(regions, name))
