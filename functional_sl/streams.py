@@ -14,7 +14,6 @@ from typing import TypeVar
 import torch
 
 A, B = TypeVar("A"), TypeVar("B")
-_FIRST, _LAST = -1, 0  # priorities: which of the kernels that are ready gets free room
 
 
 def side_by_side(first: Callable[[], A], second: Callable[[], B], device: torch.device) -> tuple[A, B]:
@@ -58,14 +57,14 @@ def all_side_by_side(functions: Sequence[Callable[[], A]], device: torch.device)
 def aside(device: torch.device) -> Iterator[Callable[..., A]]:
     """Yields `call(function, *tensors)`, for functions whose results nobody reads before the block ends.
 
-    On a GPU what they launch fills the room that the block's other kernels leave. The tensors that they read are held,
-    and must not be written, until the end of the block.
+    On a GPU what they launch waits for what was launched before, and nothing in the block waits for it. The tensors
+    that they read are held, and must not be written, until the end of the block.
     """
     if device.type != "cuda":
         yield lambda function, *tensors: function(*tensors)
         return
     here, held = torch.cuda.current_stream(device), []
-    branch = stream(here.device.index, f"aside of {here.cuda_stream}", _LAST)
+    branch = stream(here.device.index, f"aside of {here.cuda_stream}")
 
     def call(function: Callable[..., A], *tensors: torch.Tensor) -> A:
         held.append(tensors)
@@ -79,6 +78,6 @@ def aside(device: torch.device) -> Iterator[Callable[..., A]]:
 
 
 @functools.cache
-def stream(device: int, role: str, priority: int = _FIRST) -> torch.cuda.Stream:
+def stream(device: int, role: str) -> torch.cuda.Stream:
     """Returns the one stream of a role on a device: cuBLAS keeps 32 MiB for every stream that it has seen."""
-    return torch.cuda.Stream(device, priority=priority)
+    return torch.cuda.Stream(device)

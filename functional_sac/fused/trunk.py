@@ -14,6 +14,7 @@ from torch import Tensor, library
 from functional_sac.fused import batch_norm
 from functional_sl import streams
 
+SMALL = 2**17  # elements of a weight's gradient; larger ones fill a GPU by themselves
 INPUT, LEAVES, KEPT = 3, 6, 4  # tensors of the input and of a block in the list of leaves; of a block in what is kept
 
 
@@ -128,20 +129,29 @@ def _through_block(
     h, first, inner, second = kept[3 + index * KEPT :][:KEPT]
     norm1, norm2 = list(_by_norm(*kept[:2], leaves))[1 + 2 * index :][:2]
     d, *found2 = batch_norm.backward(dh, second, scale2, bias2, *norm2, None if dh is whole else whole)
-    # A weight's gradient fills the room that a norm's backward pass, which waits for memory, leaves to products.
-    dw2 = aside(weight_gradient, d, inner)
-    d, *found1 = batch_norm.backward(torch.bmm(d, w2), first, scale1, bias1, *norm1)
-    dw1 = aside(weight_gradient, d, h)
-    return [whole.baddbmm_(d, w1), dw1, *found1, dw2, *found2]
+    flow, dw2 = _with_gradient(lambda: torch.bmm(d, w2), d, inner, aside)
+    d, *found1 = batch_norm.backward(flow, first, scale1, bias1, *norm1)
+    flow, dw1 = _with_gradient(lambda: whole.baddbmm_(d, w1), d, h, aside)
+    return [flow, dw1, *found1, dw2, *found2]
 
 
 def _through_input(
     dh: Tensor, x: Tensor, leaves: list[Tensor], kept: list[Tensor], aside: Callable[..., Tensor]
 ) -> list[Tensor]:
     mean, inverse_std, y, *_ = kept
-    dw = aside(weight_gradient, dh, y)
-    norm = batch_norm.common_backward(torch.bmm(dh, leaves[INPUT - 1]), x, *next(_by_norm(mean, inverse_std, leaves)))
-    return [*norm, dw]
+    dy, dw = _with_gradient(lambda: torch.bmm(dh, leaves[INPUT - 1]), dh, y, aside)
+    return [*batch_norm.common_backward(dy, x, *next(_by_norm(mean, inverse_std, leaves))), dw]
+
+
+def _with_gradient(
+    product: Callable[[], Tensor], dy: Tensor, x: Tensor, aside: Callable[..., Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Returns a product for which a norm waits, and a weight's gradient, which leaves that norm room if it is small."""
+    if dy.shape[0] * dy.shape[2] * x.shape[2] > SMALL:
+        weight = weight_gradient(dy, x)
+        return product(), weight
+    found = product()
+    return found, aside(weight_gradient, dy, x)
 
 
 def _of_first(count: int, *lists: list[Tensor]) -> list[list[Tensor]]:
