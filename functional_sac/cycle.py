@@ -20,20 +20,18 @@ from functional_sac import replay, reward_scale
 from functional_sac.config import SACConfig
 from functional_sac.distributions import Sample
 from functional_sac.envs.env import EnvSpec
+from functional_sac.foresight import Change, Foresee, Foresight
 from functional_sac.fused import descent
-from functional_sac.fused.gradients import Forward
 from functional_sac.fused.inputs import Batch
 from functional_sac.losses import CriticStats
 from functional_sac.networks import Actor, Critic, Stats
 from functional_sac.transition import Transition
 from functional_sac.updates import CriticPart, Foreseen, Metrics, PolicyPart, SACState, Updates, make_updates
-from functional_sl import capture, kernels, keys, schedules, streams, tree
+from functional_sl import capture, kernels, keys, schedules, tree
 from functional_sl.parallel.collectives import Collectives, mean_over_ranks, over_sums, single
 from functional_sl.step import StepState
 
 Region = Callable[..., tuple[tree.Tree, Metrics]]  # (part, *inputs) -> (part, dict)
-Foresee = Callable[..., tuple[StepState, dict[str, dict]]]  # a region whose dict holds trees
-Change = Callable[[SACState], tuple[SACState, Metrics]]
 MOST_SHARING = 4  # updates; every number of them is compiled anew, and Dynamo refuses the ninth shape
 
 
@@ -218,7 +216,7 @@ class _Cycle:
         acting = with_actor(self.config, phase)
         batches = [(buffer.rows, drawn["places"].select(-2, k), drawn["divisor"]) for k in range(len(acting))]
         inputs = [(*batch, drawn["noise"].select(-3, k)) for k, batch in enumerate(batches)]
-        foresight = _Foresight(self.foresee, [given for given, acts in zip(inputs, acting, strict=True) if acts])
+        foresight = Foresight(self.foresee, [given for given, acts in zip(inputs, acting, strict=True) if acts])
         for k, acts in enumerate(acting):
             change_policy = functools.partial(self._change_policy, foresight, inputs[k]) if acts else None
             ahead = functools.partial(self._ahead, buffer.rows, drawn, k, _sharing(self.config, acting[k:]))
@@ -236,7 +234,7 @@ class _Cycle:
         updates, means = self.summaries[phase](state.updates, history)
         return state._replace(updates=updates), means
 
-    def _change_policy(self, foresight: _Foresight, inputs: tuple, state: SACState) -> tuple[SACState, Metrics]:
+    def _change_policy(self, foresight: Foresight, inputs: tuple, state: SACState) -> tuple[SACState, Metrics]:
         return _change_policy(self.policy, state, inputs, foresight.take(state))
 
     def _change_critics(
@@ -263,37 +261,6 @@ class _Cycle:
     def _share_statistics(self, state: SACState) -> SACState:
         (actor, critic), _ = self.average((state.actor.stats, state.critic.stats))
         return state._replace(actor=state.actor._replace(stats=actor), critic=state.critic._replace(stats=critic))
-
-
-class _Foresight:
-    """What a cycle's updates of the policy begin with, beside the critics' update behind the policy's one before.
-
-    Nothing is made for updates that are not fused.
-    """
-
-    def __init__(self, foresee: Foresee | None, inputs: list[tuple]) -> None:
-        """Takes the region, if there is one, and its inputs of every update of the policy in the cycle."""
-        self._foresee, self._coming = foresee, inputs if foresee else []
-        self._found: Foreseen | tuple[()] = ()
-
-    def take(self, state: SACState) -> Foreseen | tuple[()]:
-        """Returns what the next update of the policy begins with."""
-        found = self._next(state) if self._coming and not self._found else self._found
-        self._found = ()
-        return found
-
-    def beside(self, change: Change, state: SACState) -> tuple[SACState, Metrics]:
-        """Changes the critics, with what the next update of the policy begins with beside it."""
-        if self._found or not self._coming:
-            return change(state)
-        begin, go_on = functools.partial(self._next, state), functools.partial(change, state)
-        self._found, changed = streams.side_by_side(begin, go_on, state.updates.device)
-        return changed
-
-    def _next(self, state: SACState) -> Foreseen:
-        actor = state.temperature, state.actor.params, state.actor_copies
-        temperature, found = self._foresee(*actor, *self._coming.pop(0))
-        return Foreseen(Forward(**found["forward"]), temperature, found["metrics"])
 
 
 def _sharing(config: SACConfig, acting: tuple[bool, ...]) -> int:

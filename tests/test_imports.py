@@ -70,8 +70,9 @@ SAC = {
     "fused": "distributions losses networks replay transition value | kernels optim step streams tree wire",
     "updates": "config distributions envs fused losses networks transition | "
     "gate keys loss_scale optim parallel schedules step tree",
-    "cycle": "config distributions envs fused losses networks replay reward_scale transition updates | "
-    "capture kernels keys parallel schedules step streams tree",
+    "foresight": "fused updates | step streams",
+    "cycle": "config distributions envs foresight fused losses networks replay reward_scale transition updates | "
+    "capture kernels keys parallel schedules step tree",
     "iteration": "acting config cycle envs losses noise replay reward_scale transition updates | keys parallel streams",
     "hosted": "envs iteration | capture tree",
     "replicas": "config iteration updates | parallel tree",
