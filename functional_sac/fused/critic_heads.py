@@ -46,8 +46,8 @@ def loss(h: Tensor, critic: Critic, target: Critic, backup: Backup) -> Head:
       backup: of the transitions.
     """
     rows, bins = h.shape[1] // 2, critic.b.shape[-1]
-    # Critics see the observations and target critics the next ones, which is the diagonal of two by two halves.
-    h = h.unflatten(0, (2, 2)).unflatten(2, (2, rows)).diagonal(0, 0, 2).movedim(-1, 0)
+    # Critics see the observations, and the target critics, two networks on, the next ones, `rows` further down.
+    h = h.as_strided((2, 2, rows, h.shape[2]), (2 * h.stride(0) + rows * h.stride(1), *h.stride()))
     scale = torch.stack([critic.trunk.post_scale, target.trunk.post_scale])
     normal = rms_norm.forward(h, scale, h.dtype, RMS_EPS)
     w = networks.padded_rows(torch.cat([critic.w, target.w])).to(h.dtype)

@@ -80,6 +80,6 @@ def backward(dy: Tensor, x: Tensor, scale: Tensor, eps: float, size: int) -> tup
     part = torch.empty(row_parts.count(rows, size), networks, width, dtype=torch.float32, device=x.device)
     launch(
         _backward, (triton.cdiv(rows, size), networks), dy, x, scale, dx, part, rows, width, *dy.stride()[:2],
-        *x.stride()[:2], eps, R=size, H=triton.next_power_of_2(width), num_warps=8,
+        *x.stride()[:2], eps, R=size, H=triton.next_power_of_2(width), num_warps=2,
     )  # fmt: skip
     return dx, part
