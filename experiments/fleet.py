@@ -23,7 +23,7 @@ from functional_sac.envs.host import HostEnv
 from functional_sac.iteration import Iteration, TrainState, make_iteration
 from functional_sac.transition import Observation
 from functional_sac.updates import SACState
-from functional_sl import capture, keys, tree
+from functional_sl import capture, keys, streams, tree
 from functional_sl.parallel import collectives
 from functional_sl.step import StepState
 
@@ -213,7 +213,7 @@ class _Apart:
 
     def _each(self, seeds: Seeds, of: Callable[[int, TrainState], Any]) -> list[Any]:
         calls = [functools.partial(of, i, state) for i, state in enumerate(seeds.each)]
-        return capture.all_side_by_side(calls, self._device)
+        return streams.all_side_by_side(calls, self._device)
 
     def act(self, seeds: Seeds, random: bool) -> tuple[Seeds, Tensor]:
         """Returns the state and the actions [S, N, A]."""

@@ -20,16 +20,18 @@ from functional_sac import replay, reward_scale
 from functional_sac.config import SACConfig
 from functional_sac.distributions import Sample
 from functional_sac.envs.env import EnvSpec
+from functional_sac.foresight import Change, Foresee, Foresight
+from functional_sac.fused import descent
 from functional_sac.fused.inputs import Batch
 from functional_sac.losses import CriticStats
 from functional_sac.networks import Actor, Critic, Stats
 from functional_sac.transition import Transition
-from functional_sac.updates import CriticPart, Metrics, PolicyPart, SACState, Updates, make_updates
-from functional_sl import kernels, keys, schedules, tree
-from functional_sl.parallel.collectives import Collectives, mean_over_ranks, single
+from functional_sac.updates import CriticPart, Foreseen, Metrics, PolicyPart, SACState, Updates, make_updates
+from functional_sl import capture, kernels, keys, schedules, tree
+from functional_sl.parallel.collectives import Collectives, mean_over_ranks, over_sums, single
+from functional_sl.step import StepState
 
 Region = Callable[..., tuple[tree.Tree, Metrics]]  # (part, *inputs) -> (part, dict)
-Change = Callable[[SACState], tuple[SACState, Metrics]]
 MOST_SHARING = 4  # updates; every number of them is compiled anew, and Dynamo refuses the ninth shape
 
 
@@ -81,16 +83,18 @@ def make_learner(
       collectives: how gradients, and after every cycle the batch-norm statistics, meet those of other ranks; one
         rank by default. Ranks that start from one state but their keys keep one state but their keys.
       wrap: applied to the regions of which the cycle is composed, each `(part, *inputs) -> (part, dict)`: the
-        sampling, the policy's update, its samples for the critics, the critics' update, with several ranks the
-        averaging of statistics, and the means of metrics. It may compile them or map them over seeds.
+        sampling, the policy's update (what the critics have no part in by itself, if it is fused), its samples for
+        the critics, the critics' update, with several ranks the averaging of statistics, and the means of metrics. It
+        may compile them or map them over seeds.
       fused: see `make_updates`; to be compiled, and not mapped.
       reserved: oldest rows of a full replay that are not sampled, see `replay.indices`.
     """
     across = collectives or single()
     updates = make_updates(config, spec, across, fused)
     regions = _Regions(updates, across, reserved)
-    # The same kernels without a reduction, which a rank would wait in.
-    alone = _Regions(make_updates(config, spec, single(), fused), single(), reserved) if across.size > 1 else regions
+    # The same kernels, those of many ranks, without a reduction, which a rank would wait in.
+    deaf = over_sums(across.size, lambda x: x, lambda x: x)
+    alone = _Regions(make_updates(config, spec, deaf, fused), deaf, reserved) if across.size > 1 else regions
 
     def built(name: str) -> Region:
         wrapped = wrap(getattr(regions, name))
@@ -98,8 +102,9 @@ def make_learner(
 
     copies = kernels.ahead(updates.copies, updates.copies) if fused else updates.copies
     cycle = _Cycle(
-        config, across.size, copies, wrap(regions.sample), built("policy"), built("next_policies"), built("critics"),
-        wrap(regions.average), tuple(wrap(regions.summary) for _ in range(phases(config))),
+        config, across.size, copies, wrap(regions.sample), built("foresee") if fused else None, built("policy"),
+        built("next_policies"), built("critics"), wrap(regions.average),
+        tuple(wrap(regions.summary) for _ in range(phases(config))),
     )  # fmt: skip
 
     def update(
@@ -137,12 +142,20 @@ class _Regions:
             "divisor": divisor if config.scale_rewards else torch.ones_like(divisor),
         }
 
+    def foresee(
+        self, temperature: StepState, actor: Actor, copies: tuple[Tensor, ...], rows: Tensor, places: Tensor,
+        divisor: Tensor, noise: Tensor,
+    ) -> tuple[StepState, dict[str, dict]]:  # fmt: skip
+        noise, batch = noise[: 2 * self.updates.config.batch_size], self._batch(rows, places, divisor)
+        found = self.updates.foresee(temperature, actor, batch, noise, copies)
+        return found.temperature, {"forward": found.forward._asdict(), "metrics": found.metrics}
+
     def policy(
         self, part: PolicyPart, critic: Critic, stats: Stats, rows: Tensor, places: Tensor, divisor: Tensor,
-        noise: Tensor, critic_copies: tuple[Tensor, ...],
+        noise: Tensor, critic_copies: tuple[Tensor, ...], foreseen: Foreseen | tuple[()],
     ) -> tuple[PolicyPart, Metrics]:  # fmt: skip
-        noise = noise[: 2 * self.updates.config.batch_size]
-        return self.updates.policy(part, critic, stats, self._batch(rows, places, divisor), noise, critic_copies)
+        noise, batch = noise[: 2 * self.updates.config.batch_size], self._batch(rows, places, divisor)
+        return self.updates.policy(part, critic, stats, batch, noise, critic_copies, foreseen)
 
     def next_policies(
         self, nothing: tuple[()], actor: Actor, stats: Stats, rows: Tensor, places: Tensor, divisor: Tensor,
@@ -186,6 +199,7 @@ class _Cycle:
     ranks: int
     copies: Callable[[SACState], SACState]
     sample: Region
+    foresee: Foresee | None
     policy: Region
     next_policies: Region
     critics: Region
@@ -196,16 +210,20 @@ class _Cycle:
         self, state: SACState, buffer: replay.ReplayState, scale: reward_scale.RewardScaleState, phase: int
     ) -> tuple[SACState, Metrics]:
         key, drawn = self.sample(state.key, buffer, scale)
-        state, history, samples = state._replace(key=key), [], []
+        first, state, history, samples = state, state._replace(key=key), [], []
         if self.config.updates_per_step > 1:
             state = self.copies(state)
         acting = with_actor(self.config, phase)
+        batches = [(buffer.rows, drawn["places"].select(-2, k), drawn["divisor"]) for k in range(len(acting))]
+        inputs = [(*batch, drawn["noise"].select(-3, k)) for k, batch in enumerate(batches)]
+        foresight = Foresight(self.foresee, [given for given, acts in zip(inputs, acting, strict=True) if acts])
         for k, acts in enumerate(acting):
-            batch = (buffer.rows, drawn["places"].select(-2, k), drawn["divisor"])
-            inputs = (*batch, drawn["noise"].select(-3, k))
-            change_policy = functools.partial(_change_policy, self.policy, inputs=inputs) if acts else None
+            change_policy = functools.partial(self._change_policy, foresight, inputs[k]) if acts else None
             ahead = functools.partial(self._ahead, buffer.rows, drawn, k, _sharing(self.config, acting[k:]))
-            change_critics = functools.partial(self._change_critics, samples, ahead, batch)
+            change_critics = functools.partial(self._change_critics, samples, ahead, batches[k])
+            if 0 < k == len(acting) - 1:
+                change_critics = functools.partial(self._leave_in, first, change_critics)
+            change_critics = functools.partial(foresight.beside, change_critics)
             state, metrics = _update(self.config, state, change_policy, change_critics)
             history.append(metrics)
         state = state._replace(actor_copies=(), critic_copies=())
@@ -216,12 +234,22 @@ class _Cycle:
         updates, means = self.summaries[phase](state.updates, history)
         return state._replace(updates=updates), means
 
+    def _change_policy(self, foresight: Foresight, inputs: tuple, state: SACState) -> tuple[SACState, Metrics]:
+        return _change_policy(self.policy, state, inputs, foresight.take(state))
+
     def _change_critics(
         self, samples: list[Sample], ahead: Callable[[SACState], list[Sample]], batch: tuple, state: SACState
     ) -> tuple[SACState, Metrics]:
         if not samples:
             samples.extend(ahead(state))
         return _change_critics(self.critics, state, samples.pop(0), *batch)
+
+    def _leave_in(self, first: SACState, change: Change, state: SACState) -> tuple[SACState, Metrics]:
+        """Changes the critics for the last time in a cycle, in the first state's memory if that is given up."""
+        if self.foresee is None or not capture.state_is_given_up():
+            return change(state)
+        with descent.into(first.critic.params, first.target, first.critic.opt):
+            return change(state)
 
     def _ahead(self, rows: Tensor, drawn: Metrics, first: int, count: int, state: SACState) -> list[Sample]:
         """Returns the samples of `count` updates, from the first one, that share the state's policy."""
@@ -245,9 +273,13 @@ def _sharing(config: SACConfig, acting: tuple[bool, ...]) -> int:
     return min(MOST_SHARING, changes.index(True) + 1 if True in changes else len(acting))
 
 
-def _change_policy(policy: Region, state: SACState, inputs: tuple) -> tuple[SACState, Metrics]:
+def _change_policy(
+    policy: Region, state: SACState, inputs: tuple, *foreseen: Foreseen | tuple[()]
+) -> tuple[SACState, Metrics]:
     part = PolicyPart(state.actor, state.temperature, state.scale, state.actor_copies)
-    part, metrics = policy(part, state.critic.params, state.critic.stats.online, *inputs, state.critic_copies)
+    part, metrics = policy(
+        part, state.critic.params, state.critic.stats.online, *inputs, state.critic_copies, *foreseen
+    )
     return state._replace(**part._asdict()), metrics
 
 

@@ -31,7 +31,7 @@ from functional_sac.replay import ReplayState
 from functional_sac.reward_scale import RewardScaleState
 from functional_sac.transition import Observation, Transition
 from functional_sac.updates import SACState
-from functional_sl import capture, keys
+from functional_sl import keys, streams
 from functional_sl.parallel.collectives import Collectives, single
 
 RANK_STREAM = 0x4A4E  # apart from every stream that one rank draws from the seed
@@ -201,7 +201,7 @@ def overlapped(iteration: Iteration, mapped: Mapped, state: TrainState, random: 
       phase: of the cycle.
     """
     state, action = mapped(iteration.act, random=random)(state)
-    learned, stepped = capture.side_by_side(
+    learned, stepped = streams.side_by_side(
         lambda: iteration.learn(state, phase), lambda: mapped(iteration.env.step)(state.env, action), action.device
     )
     return mapped(iteration.store)(learned, action, *stepped)

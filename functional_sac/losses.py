@@ -178,9 +178,14 @@ class Losses:
         loss = (torch.exp(log_temperature) * log_prob - q).mean()
         if self.config.bc_alpha > 0:
             loss = loss + self.config.bc_alpha * q.abs().mean().detach() * ((action - batch.action) ** 2).mean()
+        entropy = self.entropy(log_prob)
         # Compiled, a row's mean is one more sum beside its log-probability; a mean over all is two kernels.
         mean_action = action.mean(-1).mean()
-        return loss, {"actor_loss": loss, "entropy": -log_prob.mean(), "mean_action": mean_action, "q": q.mean()}
+        return loss, {"actor_loss": loss, "entropy": entropy, "mean_action": mean_action, "q": q.mean()}
+
+    def entropy(self, log_prob: Tensor) -> Tensor:
+        """Returns the entropy () of a policy by the log-probabilities [B] of what it does."""
+        return -log_prob.mean()
 
     def temperature(self, log_temperature: Tensor, stats: tuple[()], entropy: Tensor) -> tuple[Tensor, Aux]:
         """Drives the policy's entropy [()] to the target: `temperature * (entropy - target)`."""

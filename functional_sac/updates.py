@@ -19,7 +19,7 @@ from functional_sac.distributions import Sample
 from functional_sac.envs.env import EnvSpec
 from functional_sac.fused.alignment import aligned
 from functional_sac.fused.descent import Descended, descend
-from functional_sac.fused.gradients import Gradients
+from functional_sac.fused.gradients import Forward, Gradients
 from functional_sac.fused.inputs import Batch
 from functional_sac.losses import Losses
 from functional_sac.networks import Actor, Critic, Stats
@@ -55,6 +55,14 @@ class PolicyPart(NamedTuple):
     temperature: StepState
     scale: LossScaleState
     actor_copies: tuple[Tensor, ...] = ()
+
+
+class Foreseen(NamedTuple):
+    """What the critics have no part in of an update of actor and temperature."""
+
+    forward: Forward
+    temperature: StepState  # after its update
+    metrics: Metrics  # of the temperature
 
 
 class CriticPart(NamedTuple):
@@ -111,10 +119,32 @@ class Updates:
         actor, critics = (tuple(aligned(trunks, self.loss.dtype)) for trunks in ([actor], critics))
         return state._replace(actor_copies=actor, critic_copies=critics)
 
+    def foresee(
+        self,
+        temperature: StepState,
+        actor: Actor,
+        batch: Transition | Batch,
+        noise: Tensor,
+        copies: tuple[Tensor, ...] = (),
+    ) -> Foreseen:
+        """Returns what a fused update of the policy may begin with before the critics are known; see `policy`.
+
+        `copies` are the actor's, see `SACState`.
+        """
+        forward = Gradients(self.loss).actor_forward(actor, batch, noise, copies)
+        temperature, _, heat = self.temperature.update(temperature, self.loss.entropy(forward.log_prob))
+        return Foreseen(forward, temperature, heat.metrics)
+
     def policy(
-        self, part: PolicyPart, critic: Critic, stats: Stats, batch: Transition | Batch, noise: Tensor,
+        self,
+        part: PolicyPart,
+        critic: Critic,
+        stats: Stats,
+        batch: Transition | Batch,
+        noise: Tensor,
         critic_copies: tuple[Tensor, ...] = (),
-    ) -> tuple[PolicyPart, Metrics]:  # fmt: skip
+        foreseen: Foreseen | tuple[()] = (),
+    ) -> tuple[PolicyPart, Metrics]:
         """Updates the actor, then the temperature with the entropy of the actor before its step.
 
         Args:
@@ -124,19 +154,19 @@ class Updates:
           batch: [B, ...], rewards scaled.
           noise: [2B, A] standard normal.
           critic_copies: see `SACState`.
+          foreseen: of a fused update, what `foresee` returned for the same actor and temperature, if it was called.
         """
-        log_temperature, scale = part.temperature.params, self._scale(part)
-        inputs = (critic, stats, log_temperature, batch, noise)
+        inputs = (critic, stats, part.temperature.params, batch, noise)
         if self.fused:
-            inputs = (*inputs, part.actor_copies, critic_copies)
+            foreseen = foreseen or self.foresee(part.temperature, part.actor.params, batch, noise, part.actor_copies)
+            inputs = (foreseen.forward, *inputs, critic_copies)
             actor, found, ok, aux = self._descend(self.actor, part.actor, (), part.actor_copies, inputs)
-            copies = found.copies
+            temperature, heat, copies = foreseen.temperature, foreseen.metrics, found.copies
         else:
-            copies = ()
-            actor, ok, aux = self.actor.update(part.actor, *inputs, scale=scale)
-        temperature, _, heat = self.temperature.update(part.temperature, aux.metrics["entropy"])
-        part = PolicyPart(actor, temperature, self._rescale(part.scale, ok), copies)
-        return part, {**aux.metrics, **heat.metrics}
+            actor, ok, aux = self.actor.update(part.actor, *inputs, scale=self._scale(part))
+            temperature, _, found = self.temperature.update(part.temperature, aux.metrics["entropy"])
+            heat, copies = found.metrics, ()
+        return PolicyPart(actor, temperature, self._rescale(part.scale, ok), copies), {**aux.metrics, **heat}
 
     def next_policy(
         self, actor: Actor, stats: Stats, batch: Transition | Batch, noise: Tensor, copies: tuple[Tensor, ...] = ()

@@ -27,6 +27,7 @@ _MODULES = (
     "sim",
     "sources",
     "step",
+    "streams",
     "train",
     "training",
     "tree",

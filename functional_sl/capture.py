@@ -8,19 +8,19 @@ and collectives included: the host launches a whole training iteration at once.
 from __future__ import annotations
 
 import contextlib
-import functools
+import contextvars
 import types
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Hashable, Iterator
+from typing import NamedTuple
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from functional_sl import tree
+from functional_sl import streams, tree
 
-A, B = TypeVar("A"), TypeVar("B")
 Function = Callable[..., tuple[tree.Tree, dict[str, Tensor]]]  # (state, *inputs) -> (state, outputs)
 
 
@@ -28,8 +28,8 @@ def compiled(fn: Function, backend: str = "inductor") -> Function:
     """Returns `fn` compiled as one graph (`fullgraph=True`), with the same arguments and results.
 
     Args:
-      fn: `(state, *inputs) -> (state, metrics)`; the new state has the old one's structure, `metrics` is a flat
-        dict. The structure of the arguments is fixed at the first call.
+      fn: `(state, *inputs) -> (state, metrics)`; the new state has the old one's structure, `metrics` is a dict of
+        tensors, or of lists and dicts of them. The structure of the arguments is fixed at the first call.
       backend: of `torch.compile`.
 
     Raises:
@@ -46,8 +46,7 @@ def compiled(fn: Function, backend: str = "inductor") -> Function:
         leaves, found = tree.flatten((state, *inputs))
         if structure is None:
             structure, template = found, tree.unflatten(found, range(len(leaves)))
-            # On a GPU kernels that need nothing of each other are launched as one.
-            options = {"combo_kernels": True} if backend == "inductor" and any(x.is_cuda for x in leaves) else None
+            options = _options(leaves) if backend == "inductor" else None
             run = torch.compile(_own_code(flat), fullgraph=True, dynamic=False, backend=backend, options=options)
             with warnings.catch_warnings(), _unwritten_operators():
                 # Full float32 products are meant.
@@ -62,6 +61,18 @@ def compiled(fn: Function, backend: str = "inductor") -> Function:
         return tree.unflatten(tree.flatten(state)[1], new), metrics
 
     return call
+
+
+def _options(leaves: list[Tensor]) -> dict[str, bool]:
+    """Returns Inductor's options for a function of these leaves."""
+    options = {}
+    if any(leaf.is_cuda for leaf in leaves):
+        # Kernels that need nothing of each other are launched as one.
+        options["combo_kernels"] = True
+    if dist.is_available() and dist.is_initialized():
+        # Otherwise a reduction begins where it takes the least memory, and not as early as it is written.
+        options["reorder_for_peak_memory"] = False
+    return options
 
 
 def _own_code(fn: Callable) -> Callable:
@@ -104,41 +115,15 @@ def _unwritten_operators() -> Iterator[None]:
         yield
 
 
-def side_by_side(first: Callable[[], A], second: Callable[[], B], device: torch.device) -> tuple[A, B]:
-    """Returns what two functions return that need nothing of each other.
+_given_up: contextvars.ContextVar[bool] = contextvars.ContextVar("given_up", default=False)
 
-    On a GPU the first one's kernels are launched on a stream of their own, which in a capture makes two branches of
-    the graph. Both must hold all that they read until they return, and write nothing that the other one reads.
 
-    Args:
-      first: makes one result.
-      second: makes the other one.
-      device: on which both compute.
+def state_is_given_up() -> bool:
+    """Tells whether the call that is running is being captured, so that its new state ends in the old one's buffers.
+
+    What has read a leaf of the old state for the last time may then write the new one there, which saves a copy.
     """
-    one, other = all_side_by_side([first, second], device)
-    return one, other
-
-
-def all_side_by_side(functions: Sequence[Callable[[], A]], device: torch.device) -> list[A]:
-    """Returns what functions return that need nothing of each other; see `side_by_side`.
-
-    Args:
-      functions: each makes one result; the last one's kernels are launched on the current stream.
-      device: on which all compute.
-    """
-    if device.type != "cuda":
-        return [function() for function in functions]
-    here, results = torch.cuda.current_stream(device), []
-    # A branch within a branch has streams of its own: what one gives back another must not overwrite.
-    names = [f"branch {i} of {here.cuda_stream}" for i in range(len(functions) - 1)]
-    branches = [_side_stream(here.device.index, name) for name in names]
-    for function, branch in zip(functions, [*branches, here], strict=True):
-        branch.wait_stream(here)
-        with torch.cuda.stream(branch):
-            results.append(function())
-    for branch in branches:
-        here.wait_stream(branch)
-    return results
+    return _given_up.get()
 
 
 class CaptureError(RuntimeError):
@@ -297,7 +282,7 @@ class Captured:
     def _record(
         self, inputs: tuple[tree.Tree, ...], static: dict[str, Hashable]
     ) -> tuple[torch.cuda.CUDAGraph, tree.Tree]:
-        stream = _side_stream(torch.cuda.current_device())
+        stream = streams.stream(torch.cuda.current_device(), "capture")
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(self.WARM_UPS):
@@ -306,7 +291,11 @@ class Captured:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            new, outputs = self._fn(self._state, *inputs, **static)
+            token = _given_up.set(True)
+            try:
+                new, outputs = self._fn(self._state, *inputs, **static)
+            finally:
+                _given_up.reset(token)
             self._donate(new)
         return graph, outputs
 
@@ -325,12 +314,6 @@ class Captured:
             # A launch takes 64 tensors; what is left for the last one should be small.
             chosen.sort(key=lambda pair: -pair[0].numel())
             torch._foreach_copy_(*map(list, zip(*chosen, strict=True)))
-
-
-@functools.cache
-def _side_stream(device: int, role: str = "capture") -> torch.cuda.Stream:
-    """Returns the one stream of a role on a device: cuBLAS keeps 32 MiB for every stream that it has seen."""
-    return torch.cuda.Stream(device)
 
 
 class _Graph(NamedTuple):

@@ -31,13 +31,13 @@ def init(device: torch.device | str | None = None) -> GateState:
     return GateState(*(torch.zeros((), dtype=torch.int64, device=device) for _ in range(2)))
 
 
-def is_open(reduced: Tensor) -> Tensor:
-    """Tells from a reduced group [P + 1] (sentinel last) whether its update may happen, as a 0-d bool.
+def is_open(gradient: Tensor, sentinel: Tensor) -> Tensor:
+    """Tells from a reduced group's gradient [P] and sentinel () whether its update may happen, as a 0-d bool.
 
     It may when no rank raised its sentinel and the reduced gradient is finite (a BF16 sum can overflow though every
     summand is finite). Every rank holds the same bytes after the reduction, hence the same answer.
     """
-    return (reduced[-1] == 0) & tree.all_finite(reduced)
+    return (sentinel == 0) & tree.all_finite(gradient)
 
 
 def update(state: GateState, ok: Tensor) -> GateState:

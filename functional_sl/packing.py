@@ -6,7 +6,7 @@ and look for what is not finite, the second of a single program; elsewhere it is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, library
@@ -44,6 +44,39 @@ def _leaves(layout: wire.Layout, gradients: Tree) -> list[Tensor]:
         if leaf.shape != shape:
             raise ValueError(f"leaf {name!r} is {tuple(leaf.shape)}, not {shape}")
     return leaves
+
+
+class Parts:
+    """A group that travels in parts, the last leaves first, each as soon as its gradients are known.
+
+    Every part has a sentinel of its own. What travels in one type is summed to the bits of the group in one.
+    """
+
+    def __init__(self, layout: wire.Layout, begin: wire.Begin) -> None:
+        """Takes the layout of the group, and what sends a packed vector on its way."""
+        self._layout, self._begin, self._left = layout, begin, len(layout.names)
+        self._ends: list[Callable[[], wire.Reduced]] = []
+        self._own: list[Tensor] = []
+
+    def send(self, leaves: Sequence[Tensor], loss: Tensor) -> None:
+        """Sends the gradients of the last leaves of those that have not been sent; see `pack`."""
+        first = self._left - len(leaves)
+        part = wire.part(self._layout, first, self._left)
+        packed = pack(part, list(leaves), loss)
+        self._ends.insert(0, self._begin(packed, part))
+        self._own.append(packed[-1])
+        self._left = first
+
+    def finish(self, gradients: Tree, loss: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Sends what is left of the whole gradient, and waits.
+
+        Returns:
+          The mean gradient [P], the sum of all sentinels (), and this rank's own sentinel ().
+        """
+        if self._left:
+            self.send(tree.leaves(gradients)[: self._left], loss)
+        means, sentinels = zip(*(end() for end in self._ends), strict=True)
+        return torch.cat(means), torch.stack(sentinels).sum(), torch.stack(self._own).amax()
 
 
 @library.custom_op("functional_sl::pack", mutates_args=())

@@ -88,9 +88,10 @@ def make_step(
       accumulation: number of micro-batches of an update. With more than one, every leaf of `inputs` has a leading
         axis over them; values, gradients and metrics are summed from first to last, and the statistics pass from one
         micro-batch to the next.
-      gradient: `(params, stats, *inputs) -> (gradients, value, Aux)` in place of `torch.func.grad` of `loss`, where
-        one is written out; its inputs may be other ones, and the types of its leaves such as the parameters' holds.
-        Without accumulation, scale and `vmap` only.
+      gradient: `(params, stats, *inputs, send) -> (gradients, value, Aux)` in place of `torch.func.grad` of `loss`,
+        where one is written out; its inputs may be other ones, and the types of its leaves such as the parameters'
+        holds. With several ranks `send` is `packing.Parts.send`, by which it may hand over the last leaves while it
+        computes the others, else None. Without accumulation, scale and `vmap` only.
 
     Returns:
       The functions. `update` takes `scale`, a 0-d loss scale for FP16; the gradients are unscaled before
@@ -98,7 +99,7 @@ def make_step(
     """
     if gradient is not None and accumulation > 1:
         raise ValueError(f"accumulation={accumulation}: a gradient that is written out takes one batch")
-    ranks, reduce = (collectives or single())[:2]
+    across = collectives or single()
     layouts: dict[tuple, wire.Layout] = {}  # naming the leaves anew takes as long as packing them
 
     def layout_of(grads: tree.Tree) -> wire.Layout:
@@ -120,23 +121,30 @@ def make_step(
             grads, value, aux = _accumulate(loss, accumulation, state, inputs, scale)
             layout = layout_of(grads)
             packed = wire.pack(layout, grads, wire.sentinel(value, grads))
+        elif across.size > 1:
+            parts = packing.Parts(layout_of(state.params), across.begin)
+            grads, value, aux = written(state, inputs, scale, parts.send)
+            mean, sentinel, own = parts.finish(grads, value)
+            return mean, gate.is_open(mean, sentinel), Aux(aux.stats, aux.metrics, own)
         else:
             grads, value, aux = written(state, inputs, scale)
             layout = layout_of(state.params)
             packed = packing.pack(layout, grads, value)
-        reduced = reduce(packed, layout)
+        reduced = across.reduce(packed, layout)
         # What has not travelled is what the sentinel has seen.
-        ok = packed[-1] == 0 if reduced is packed else gate.is_open(reduced)
+        ok = packed[-1] == 0 if reduced is packed else gate.is_open(reduced[:-1], reduced[-1])
         return reduced[:-1], ok, Aux(aux.stats, aux.metrics, packed[-1])
 
-    def written(state: StepState, inputs: tuple, scale: Tensor | None) -> tuple[tree.Tree, Tensor, Aux]:
+    def written(
+        state: StepState, inputs: tuple, scale: Tensor | None, send: Callable[..., None] | None = None
+    ) -> tuple[tree.Tree, Tensor, Aux]:
         if scale is not None:
             raise ValueError("scale: a gradient that is written out knows no loss scale")
-        return gradient(state.params, state.stats, *inputs)
+        return gradient(state.params, state.stats, *inputs, send=send)
 
     def gradients(state: StepState, *inputs: tree.Tree, scale: Tensor | None = None) -> tuple[tree.Tree, Tensor, Aux]:
         layout = layout_of(state.params)
-        if gradient is None or ranks > 1 or layout.travels_as != layout.dtype:
+        if gradient is None or across.size > 1 or layout.travels_as != layout.dtype:
             mean, ok, aux = average(state, *inputs, scale=scale)
             return wire.unpack(mean, state.params), ok, aux
         # Nothing travels, so nothing is packed.

@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,6 +52,17 @@ class Layout:
 Reduce = Callable[[Tensor, Layout], Tensor]
 
 
+class Reduced(NamedTuple):
+    """What a reduction comes to: the same bytes on every rank."""
+
+    gradient: Tensor  # [P], the mean over the ranks
+    sentinel: Tensor  # (), the sum over the ranks
+
+
+# The same, on its way while the caller computes on; what comes back waits for it.
+Begin = Callable[[Tensor, Layout], Callable[[], Reduced]]
+
+
 def layout(template: Tree, wire_dtype: str = "float32") -> Layout:
     """Describes the group whose gradients have the names, shapes and dtype of `template`.
 
@@ -75,6 +87,18 @@ def layout(template: Tree, wire_dtype: str = "float32") -> Layout:
         if leaf.dtype != dtype:
             raise ValueError(f"leaf {name!r} is {leaf.dtype} but leaf {first!r} is {dtype}: use one group a dtype")
     return Layout(tuple(named), tuple(tuple(leaf.shape) for leaf in named.values()), dtype, wire_dtype)
+
+
+def part(layout: Layout, first: int, last: int) -> Layout:
+    """Returns the layout of a group's leaves from `first` up to `last`, which travel as the whole group would.
+
+    A part of less than 1024 elements keeps the group's dtype.
+    """
+    narrow = layout.travels_as != layout.dtype
+    wire_dtype = layout.wire_dtype if narrow else "float32"
+    return dataclasses.replace(
+        layout, names=layout.names[first:last], shapes=layout.shapes[first:last], wire_dtype=wire_dtype
+    )
 
 
 def digest(layout: Layout) -> str:

@@ -27,7 +27,8 @@ SL = {
     "gate": "tree",
     "wire": "tree",
     "loss_scale": "",
-    "capture": "tree",
+    "streams": "",
+    "capture": "streams tree",
     "sim": "",
     "motions": "run sim tree",
     "optim": "tree schedules",
@@ -66,12 +67,13 @@ SAC = {
     "replay": "envs transition | keys",
     "acting": "networks | keys",
     "losses": "config distributions networks transition value | step tree",
-    "fused": "distributions losses networks replay transition value | kernels optim step tree wire",
+    "fused": "distributions losses networks replay transition value | kernels optim step streams tree wire",
     "updates": "config distributions envs fused losses networks transition | "
     "gate keys loss_scale optim parallel schedules step tree",
-    "cycle": "config distributions envs fused losses networks replay reward_scale transition updates | "
-    "kernels keys parallel schedules tree",
-    "iteration": "acting config cycle envs losses noise replay reward_scale transition updates | capture keys parallel",
+    "foresight": "fused updates | step streams",
+    "cycle": "config distributions envs foresight fused losses networks replay reward_scale transition updates | "
+    "capture kernels keys parallel schedules step tree",
+    "iteration": "acting config cycle envs losses noise replay reward_scale transition updates | keys parallel streams",
     "hosted": "envs iteration | capture tree",
     "replicas": "config iteration updates | parallel tree",
     "evaluation": "acting envs networks transition | capture tree",

@@ -10,7 +10,8 @@ differentiates the policy's density and the actor's loss in it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +24,8 @@ from functional_sac.networks import BN_EPS, BN_MOMENTUM, Actor, BatchNorm, Block
 from functional_sac.transition import Transition, critic_view
 from functional_sl import tree
 from functional_sl.step import Aux
+
+Send = Callable[[list[Tensor], Tensor], None]  # see `make_step`
 
 
 def gradients(params: Trunk, found: list[Tensor], post_scale: Tensor) -> Trunk:
@@ -37,10 +40,51 @@ def gradients(params: Trunk, found: list[Tensor], post_scale: Tensor) -> Trunk:
     )
 
 
+def through_trunk(
+    dh: Tensor,
+    x: Tensor,
+    leaves: list[Tensor],
+    kept: list[Tensor],
+    behind: list[Tensor],
+    hand: Callable[[list[Tensor]], None] | None,
+) -> list[Tensor]:
+    """Returns `trunk.backward`, handing over each block's gradients before those of the blocks below are computed.
+
+    Args:
+      dh: see `trunk.backward`.
+      x: likewise.
+      leaves: likewise.
+      kept: likewise.
+      behind: the gradients of the leaves behind the blocks, which go with the last block's.
+      hand: takes gradients, the last leaves first; or None.
+    """
+    if hand is None:
+        return trunk.backward(dh, x, leaves, kept)
+    found = []
+    for index in reversed(range(trunk.blocks(leaves))):
+        dh, *of_block = trunk.backward_block(dh, leaves, kept, index)
+        hand([*of_block, *(behind if not found else [])])
+        found = of_block + found
+    return trunk.backward_input(dh, x, leaves, kept) + found
+
+
 def moved(stats: Stats, mean: Tensor, inverse_std: Tensor, rows: int) -> Stats:
     """Returns running statistics [N, S] after a batch of so many rows; `networks` has the rule."""
     unbiased = (inverse_std**-2 - BN_EPS) * (rows / (rows - 1))
     return Stats(torch.lerp(stats.mean, mean, BN_MOMENTUM), torch.lerp(stats.var, unbiased, BN_MOMENTUM))
+
+
+class Forward(NamedTuple):
+    """What an update of the actor computes before it meets the critics."""
+
+    inputs: Tensor  # [2B, K], see `trunk.forward`
+    leaves: list[Tensor]  # likewise
+    kept: list[Tensor]  # what it returned
+    raw: Tensor  # [B, 2A], means and raw deviations
+    normal: Tensor  # [B, H], see `actor_head.Tape`
+    w: Tensor  # [2A, H], likewise
+    seen: Tensor  # [B, C + A], what the critics see: observations and the policy's actions
+    log_prob: Tensor  # [B], of the actions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +102,9 @@ class Gradients:
         log_temperature: Tensor,
         batch: Transition | inputs.Batch,
         copies: Sequence[Tensor] = (),
+        send: Send | None = None,
     ) -> tuple[Critic, Tensor, Aux]:
-        """Returns what `losses.critic` towards `losses.critic_goal` comes to; arguments as there.
+        """Returns what `losses.critic` towards `losses.critic_goal` comes to; arguments as there and in `make_step`.
 
         `copies` are the trunks of both, `alignment.aligned`, where they are there already.
         """
@@ -72,33 +117,52 @@ class Gradients:
         entropy_term = loss.entropy_term(policy, log_temperature)
         backup = critic_heads.Backup(batch.reward, batch.terminated, entropy_term, *loss.atoms, loss.discount)
         head = critic_heads.loss(h, params, target, backup)
-        own = gradients(params.trunk, trunk.backward(head.h, x, leaves, kept), head.post_scale)
+        hand = None if send is None else lambda leaves: send(leaves, head.loss)
+        of_trunk = through_trunk(head.h, x, leaves, kept, [head.post_scale, head.w, head.b], hand)
+        own = gradients(params.trunk, of_trunk, head.post_scale)
         metrics = {"critic_loss": head.loss, "max_entropy_bonus": entropy_term.amax()}
         return Critic(own, head.w, head.b), head.loss, Aux(CriticStats(of_online, of_target), metrics)
+
+    def actor_forward(
+        self, params: Actor, batch: Transition | inputs.Batch, noise: Tensor, copies: Sequence[Tensor] = ()
+    ) -> Forward:
+        """Returns what `actor` needs and the critics have no part in; arguments as in `losses.actor`.
+
+        `copies` are the actor's trunk, `alignment.aligned`.
+        """
+        lying = inputs.batch(batch)
+        # The next observations share the batch statistics, not the loss.
+        x, batch = lying.actor_input(), lying.transition()
+        rows, stacked = batch.reward.shape[0], tree.map(lambda leaf: leaf.unsqueeze(0), params.trunk)
+        leaves = list(copies) or aligned([stacked], _products(self.losses.dtype, x))
+        kept = trunk.forward(x, leaves, BN_EPS)
+        raw, tape = actor_head.forward(kept[-1][:, :rows], params, x.dtype)
+        policy = _sample(raw, noise[:rows])
+        seen = torch.cat([critic_view(batch.observation), policy.action], -1)
+        return Forward(x, leaves, kept, raw, tape.normal, tape.w, seen, policy.log_prob)
 
     def actor(
         self,
         params: Actor,
         stats: Stats,
+        forward: Forward,
         critic: Critic,
         critic_stats: Stats,
         log_temperature: Tensor,
         batch: Transition | inputs.Batch,
         noise: Tensor,
-        copies: Sequence[Tensor] = (),
         critic_copies: Sequence[Tensor] = (),
+        send: Send | None = None,
     ) -> tuple[Actor, Tensor, Aux]:
-        """Returns what `losses.actor` comes to; arguments as there.
+        """Returns what `losses.actor` comes to; arguments as there and in `make_step`, and what `actor_forward` left.
 
-        `copies` are the actor's trunk, `alignment.aligned`, and `critic_copies` those that `critic` takes.
+        `critic_copies` are those that `critic` takes.
         """
-        loss, lying = self.losses, inputs.batch(batch)
-        x, batch = lying.actor_input(), lying.transition()
-        rows, dtype = batch.reward.shape[0], _products(loss.dtype, x)
+        loss, batch = self.losses, inputs.batch(batch).transition()
+        rows, dtype = batch.reward.shape[0], _products(loss.dtype, forward.inputs)
+        mean, inverse_std, *_, h = forward.kept
         stacked, old = tree.map(lambda leaf: leaf.unsqueeze(0), (params.trunk, stats))
-        leaves = list(copies) or aligned([stacked], dtype)
-        mean, inverse_std, *_, h = kept = trunk.forward(x, leaves, BN_EPS)
-        new = moved(old, mean, inverse_std, x.shape[0])
+        new = moved(old, mean, inverse_std, forward.inputs.shape[0])
 
         def sample(raw: Tensor) -> distributions.Sample:
             return _sample(raw, noise[:rows])
@@ -106,20 +170,21 @@ class Gradients:
         def value(action: Tensor, log_prob: Tensor, q: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             return loss.policy_value(distributions.Sample(action, log_prob), q, log_temperature, batch)
 
-        # The next observations share the batch statistics, not the loss.
-        raw, head = actor_head.forward(h[:, :rows], params, x.dtype)
-        policy, pullback = torch.func.vjp(sample, raw)
-        seen = torch.cat([critic_view(batch.observation), policy.action], -1)
-        actions = policy.action.shape[-1]
+        actions = noise.shape[-1]
         weights = [leaf[: critic.b.shape[0]] for leaf in critic_copies] or aligned([critic.trunk], dtype)
-        q, slope = frozen_critics.lower_value(critic, critic_stats, weights, seen, actions, *loss.atoms)
+        q, slope = frozen_critics.lower_value(critic, critic_stats, weights, forward.seen, actions, *loss.atoms)
         (daction, dlog_prob, dq), (found, metrics) = torch.func.grad_and_value(value, (0, 1, 2), has_aux=True)(
-            *policy, q
+            forward.seen[:, -actions:], forward.log_prob, q
         )
+        _, pullback = torch.func.vjp(sample, forward.raw)
         daction = daction + dq.unsqueeze(-1) * slope
         (draw,) = pullback(distributions.Sample(daction, dlog_prob))
-        dh, post_scale, *heads = actor_head.backward(params, head, draw)
-        of_trunk = gradients(stacked, trunk.backward(dh, x, leaves, kept), post_scale.unsqueeze(0))
+        tape = actor_head.Tape(h[:, :rows], forward.normal, forward.w)
+        dh, post_scale, *heads = actor_head.backward(params, tape, draw)
+        behind = [leaf.unsqueeze(0) for leaf in (post_scale, *heads)]
+        hand = None if send is None else lambda leaves: send([leaf.squeeze(0) for leaf in leaves], found)
+        of_trunk = through_trunk(dh, forward.inputs, forward.leaves, forward.kept, behind, hand)
+        of_trunk = gradients(stacked, of_trunk, behind[0])
         own, new = tree.map(lambda leaf: leaf.squeeze(0), (of_trunk, new))
         return Actor(own, *heads), found, Aux(new, metrics)
 

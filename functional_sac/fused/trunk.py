@@ -6,13 +6,12 @@ these, and with what, is `gradients`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, library
 
-from functional_sac.fused import batch_norm
-from functional_sac.fused.weight_gradients import weight_gradient, weight_gradients
+from functional_sac.fused import batch_norm, weight_gradients
 
 INPUT, LEAVES, KEPT = 3, 6, 4  # tensors of the input and of a block in the list of leaves; of a block in what is kept
 
@@ -67,25 +66,91 @@ def backward(dh: Tensor, x: Tensor, leaves: list[Tensor], kept: list[Tensor]) ->
       leaves: likewise.
       kept: what it returned.
     """
-    own = slice(dh.shape[0])
-    leaves, (mean, inverse_std, y, *kept) = ([t[own] for t in tensors] for tensors in (leaves, kept))
-    norms = list(_by_norm(mean, inverse_std, leaves))
-    whole, found, pairs = torch.empty_like(kept[0]), [], []
-    blocks = zip(_by_block(leaves[INPUT:], LEAVES), kept[::KEPT], _by_block(kept[1:], KEPT), strict=False)
-    for (w1, scale1, bias1, w2, scale2, bias2), h, (first, inner, second, _) in reversed(list(blocks)):
-        d, *norm2 = batch_norm.backward(dh, second, scale2, bias2, *norms.pop(), None if found else whole)
-        dx, *norm1 = batch_norm.backward_of_product(d, w2, first, scale1, bias1, *norms.pop())
-        dh = whole.baddbmm_(dx, w1)
-        found, pairs = [norm1, norm2, *found], [(dx, h), (d, inner), *pairs]
-    # One launch for the products of all blocks: none of them alone would fill a GPU.
-    matrices = weight_gradients(pairs)
-    dw, dy = weight_gradient(dh, y), torch.bmm(dh, leaves[INPUT - 1])
-    of_blocks = [t for matrix, norm in zip(matrices, found, strict=True) for t in (matrix, *norm)]
-    return [*batch_norm.common_backward(dy, x, *norms.pop()), dw, *of_blocks]
+    leaves, kept = _of_first(dh.shape[0], leaves, kept)
+    whole, found = torch.empty_like(kept[-1]), []
+    with weight_gradients.later(dh.device) as later:
+        for index in reversed(range(blocks(leaves))):
+            dh, *of_block = _through_block(dh, whole, leaves, kept, index, later)
+            found = of_block + found
+        return _through_input(dh, x, leaves, kept, later) + found
 
 
 @backward.register_fake
 def _(dh: Tensor, x: Tensor, leaves: list[Tensor], kept: list[Tensor]) -> list[Tensor]:
+    return _like(leaves, dh, kept)
+
+
+@library.custom_op("functional_sac::trunk_backward_block", mutates_args=())
+def backward_block(dh: Tensor, leaves: list[Tensor], kept: list[Tensor], index: int) -> list[Tensor]:
+    """Returns the gradient of a block's input [M, B, H], then those of its leaves: one step of `backward`.
+
+    Args:
+      dh: [M, C, H], of the block's output, as in `backward`.
+      leaves: of the whole trunk.
+      kept: likewise.
+      index: the block's.
+    """
+    leaves, kept = _of_first(dh.shape[0], leaves, kept)
+    with weight_gradients.later(dh.device) as later:
+        return _through_block(dh, torch.empty_like(kept[-1]), leaves, kept, index, later)
+
+
+@backward_block.register_fake
+def _(dh: Tensor, leaves: list[Tensor], kept: list[Tensor], index: int) -> list[Tensor]:
+    h = kept[-1]
+    return [h.new_empty(dh.shape[0], *h.shape[1:]), *_like(_by_block(leaves[INPUT:], LEAVES)[index], dh, kept)]
+
+
+@library.custom_op("functional_sac::trunk_backward_input", mutates_args=())
+def backward_input(dh: Tensor, x: Tensor, leaves: list[Tensor], kept: list[Tensor]) -> list[Tensor]:
+    """Returns the gradients of the input's leaves; arguments as in `backward`, dh [M, B, H] that of the first block."""
+    leaves, kept = _of_first(dh.shape[0], leaves, kept)
+    with weight_gradients.later(dh.device) as later:
+        return _through_input(dh, x, leaves, kept, later)
+
+
+@backward_input.register_fake
+def _(dh: Tensor, x: Tensor, leaves: list[Tensor], kept: list[Tensor]) -> list[Tensor]:
+    return _like(leaves[:INPUT], dh, kept)
+
+
+def blocks(leaves: list[Tensor]) -> int:
+    """Returns the number of a trunk's blocks."""
+    return (len(leaves) - INPUT) // LEAVES
+
+
+def _through_block(
+    dh: Tensor,
+    whole: Tensor,
+    leaves: list[Tensor],
+    kept: list[Tensor],
+    index: int,
+    later: Callable[[Tensor, Tensor], Tensor],
+) -> list[Tensor]:
+    """Goes backward through a block; `whole` takes the gradient of its input, or is that of its output already."""
+    w1, scale1, bias1, w2, scale2, bias2 = _by_block(leaves[INPUT:], LEAVES)[index]
+    h, first, inner, second = kept[3 + index * KEPT :][:KEPT]
+    norm1, norm2 = list(_by_norm(*kept[:2], leaves))[1 + 2 * index :][:2]
+    d, *found2 = batch_norm.backward(dh, second, scale2, bias2, *norm2, None if dh is whole else whole)
+    dx, *found1 = batch_norm.backward_of_product(d, w2, first, scale1, bias1, *norm1)
+    dw2, flow = later(d, inner), whole.baddbmm_(dx, w1)
+    return [flow, later(dx, h), *found1, dw2, *found2]
+
+
+def _through_input(
+    dh: Tensor, x: Tensor, leaves: list[Tensor], kept: list[Tensor], later: Callable[[Tensor, Tensor], Tensor]
+) -> list[Tensor]:
+    mean, inverse_std, y, *_ = kept
+    dy, dw = torch.bmm(dh, leaves[INPUT - 1]), later(dh, y)
+    return [*batch_norm.common_backward(dy, x, *next(_by_norm(mean, inverse_std, leaves))), dw]
+
+
+def _of_first(count: int, *lists: list[Tensor]) -> list[list[Tensor]]:
+    """Returns what belongs to the first networks."""
+    return [[t[:count] for t in tensors] for tensors in lists]
+
+
+def _like(leaves: list[Tensor], dh: Tensor, kept: list[Tensor]) -> list[Tensor]:
     return [leaf.new_empty(dh.shape[0], *leaf.shape[1:], dtype=kept[0].dtype) for leaf in leaves]
 
 

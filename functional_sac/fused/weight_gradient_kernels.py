@@ -5,7 +5,6 @@ Alone, such a product has too few tiles for a GPU; together they fill it, and no
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -42,28 +41,24 @@ def _several(
     tl.store(output + network * M * N + row[:, None] * width + column[None, :], found)
 
 
-def fits(pairs: list[tuple[Tensor, Tensor]]) -> bool:
-    """Tells whether `several` takes these: half types on a Hopper GPU, two widths, and whole tiles, enough of them."""
-    tensors = [t for pair in pairs for t in pair]
-    alike = len({t.shape[:2] for t in tensors}) == len({frozenset(t.shape[2] for t in pair) for pair in pairs}) == 1
-    whole = all(t.shape[1] % DEPTH == t.shape[2] % HEIGHT == 0 for t in tensors)
-    return alike and whole and _width(pairs) > 0 and suits_hopper(*tensors)
+def fits(dy: Tensor, x: Tensor) -> bool:
+    """Tells whether `several` takes both: half types on a Hopper GPU, whole tiles, and half the programs of a pair."""
+    whole = all(t.shape[1] % DEPTH == t.shape[2] % HEIGHT == 0 for t in (dy, x))
+    return whole and 2 * dy.shape[0] * _tiles(dy, x, WIDTHS[-1]) >= PROGRAMS and suits_hopper(dy, x)
 
 
-def _width(pairs: list[tuple[Tensor, Tensor]]) -> int:
-    """Returns the width of a tile, or 0 where no one gives programs enough."""
-    numbers = sum(dy.shape[0] * dy.shape[2] * x.shape[2] for dy, x in pairs)
-    return next((width for width in WIDTHS if numbers >= PROGRAMS * HEIGHT * width), 0)
-
-
-def several(pairs: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    """Launches `weight_gradients.weight_gradients`."""
-    dys, xs = zip(*pairs, strict=True)
-    (networks, rows, height), width, tile = dys[0].shape, xs[0].shape[2], _width(pairs)
-    outputs = tuple(dy.new_empty(networks, dy.shape[2], x.shape[2], dtype=torch.float32) for dy, x in pairs)
+def several(products: list[tuple[Tensor, Tensor, Tensor]]) -> None:
+    """Launches `weight_gradients.weight_gradient` for (dy, x, output) of the same rows and the same two widths."""
+    dys, xs, outputs = zip(*products, strict=True)
+    (networks, rows, height), width = dys[0].shape, xs[0].shape[2]
+    enough = (tile for tile in WIDTHS if networks * len(dys) * _tiles(dys[0], xs[0], tile) >= PROGRAMS)
+    tile = next(enough, WIDTHS[-1])
     launch(
-        _several, (height * width // (HEIGHT * tile), len(pairs), networks), dys, xs, outputs, rows=rows, M=height,
-        N=width, TURNED=sum(2**i for i, dy in enumerate(dys) if dy.shape[2] != height), COUNT=len(pairs), R=HEIGHT,
-        C=tile, D=DEPTH, STAGES=STAGES, num_warps=tile // 16,
+        _several, (_tiles(dys[0], xs[0], tile), len(dys), networks), dys, xs, outputs, rows=rows, M=height, N=width,
+        TURNED=sum(2**i for i, dy in enumerate(dys) if dy.shape[2] != height), COUNT=len(dys), R=HEIGHT, C=tile,
+        D=DEPTH, STAGES=STAGES, num_warps=tile // 16,
     )  # fmt: skip
-    return list(outputs)
+
+
+def _tiles(dy: Tensor, x: Tensor, width: int) -> int:
+    return dy.shape[2] * x.shape[2] // (HEIGHT * width)

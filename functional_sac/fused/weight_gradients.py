@@ -1,22 +1,44 @@
-"""Gradients of weights: products over all rows of a batch, of which a GPU may take several at once."""
+"""Gradients of weights: products over all rows of a batch, which may wait for each other and share a launch."""
 
 from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
+from functional_sl import streams
 from functional_sl.kernels import buildable
 
+SMALL = 2**17  # elements of a gradient; larger ones fill a GPU by themselves
 KERNELS = buildable()
 if KERNELS:
     from functional_sac.fused import weight_gradient_kernels
 
 
-def weight_gradients(pairs: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    """Returns `weight_gradient` of every pair."""
-    if KERNELS and weight_gradient_kernels.fits(pairs):
-        return weight_gradient_kernels.several(pairs)
-    return [weight_gradient(*pair) for pair in pairs]
+@contextlib.contextmanager
+def later(device: torch.device) -> Iterator[Callable[[Tensor, Tensor], Tensor]]:
+    """Yields `call(dy, x)`, whose results are `weight_gradient` of both from the end of the block on.
+
+    Small ones are computed beside what the block launches. Large ones may wait for its end, so that those of the same
+    two widths are one launch. The tensors must not be written before.
+    """
+    waiting: dict[frozenset[int], list[tuple[Tensor, Tensor, Tensor]]] = {}
+    with streams.aside(device) as aside:
+
+        def call(dy: Tensor, x: Tensor) -> Tensor:
+            widths = dy.shape[2], x.shape[2]
+            if KERNELS and weight_gradient_kernels.fits(dy, x):
+                output = dy.new_empty(dy.shape[0], *widths, dtype=torch.float32)
+                waiting.setdefault(frozenset(widths), []).append((dy, x, output))
+                return output
+            small = dy.shape[0] * widths[0] * widths[1] <= SMALL
+            return aside(weight_gradient, dy, x) if small else weight_gradient(dy, x)
+
+        yield call
+        for alike in waiting.values():
+            weight_gradient_kernels.several(alike)
 
 
 def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:

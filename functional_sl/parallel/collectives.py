@@ -16,7 +16,7 @@ from torch import Tensor, library
 from functional_sl import tree
 from functional_sl.parallel.world import World
 from functional_sl.tree import Tree
-from functional_sl.wire import Layout, Reduce
+from functional_sl.wire import Begin, Layout, Reduce, Reduced
 
 STATISTICS_DTYPES = (torch.float32, torch.float64, torch.int64)
 _UNMAPPED = (
@@ -26,9 +26,10 @@ _UNMAPPED = (
 
 
 class Collectives(NamedTuple):
-    """What a step needs of the other ranks: their number, two reductions and a gathering."""
+    """What a step needs of the other ranks: their number, reductions and a gathering."""
 
     size: int
+    begin: Begin  # a packed gradient group, or a part of one, on its way
     reduce: Reduce  # a packed gradient group: mean of the gradients, sum of the sentinels
     sum: Callable[[Tensor], Tensor]  # a float32, float64 or int64 tensor of any shape, in its own dtype
     gather: Callable[[Tensor], Tensor]  # a tensor [...] of every rank, by rank: [size, ...]
@@ -39,9 +40,27 @@ def single() -> Collectives:
     return over_sums(1, lambda x: x, lambda x: x.unsqueeze(0))._replace(reduce=identity)
 
 
-def over_sums(size: int, total: Callable[[Tensor], Tensor], gather: Callable[[Tensor], Tensor]) -> Collectives:
-    """Builds collectives from one sum and one gathering over `size` ranks, each of a tensor in its own dtype."""
-    return Collectives(size, packed_all_reduce(total, size), _statistics_sum(total), gather)
+def over_sums(
+    size: int,
+    total: Callable[[Tensor], Tensor],
+    gather: Callable[[Tensor], Tensor],
+    wait: Callable[[Tensor], Tensor] = lambda x: x,
+) -> Collectives:
+    """Builds collectives from one sum and one gathering over `size` ranks, each of a tensor in its own dtype.
+
+    Args:
+      size: the number of ranks.
+      total: sums a tensor.
+      gather: stacks tensors by rank.
+      wait: makes what `total` returned readable, if that is on its way still.
+    """
+    begin = packed_sum(total, wait, size)
+
+    def reduce(flat: Tensor, layout: Layout) -> Tensor:
+        mean, sentinel = begin(flat, layout)()
+        return torch.cat([mean, sentinel.reshape(1)])
+
+    return Collectives(size, begin, reduce, _statistics_sum(lambda x: wait(total(x))), gather)
 
 
 def process_group(group: dist.ProcessGroup) -> Collectives:
@@ -51,14 +70,14 @@ def process_group(group: dist.ProcessGroup) -> Collectives:
     """
 
     def total(x: Tensor) -> Tensor:
-        return torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(x, "sum", name))
+        return torch.ops._c10d_functional.all_reduce(x, "sum", name)
 
     def gather(x: Tensor) -> Tensor:
         stacked = torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous().unsqueeze(0), size, name)
         return torch.ops._c10d_functional.wait_tensor(stacked)
 
     name, size = group.group_name, group.size()
-    return over_sums(size, total, gather)
+    return over_sums(size, total, gather, torch.ops._c10d_functional.wait_tensor)
 
 
 def simulated(size: int) -> Collectives:
@@ -93,21 +112,27 @@ def identity(flat: Tensor, layout: Layout) -> Tensor:
     return ordered_sum(flat.to(layout.travels_as)[None]).to(layout.dtype)
 
 
-def packed_all_reduce(total: Callable[[Tensor], Tensor], size: int) -> Reduce:
-    """Makes a `Reduce` of one sum over `size` ranks: the whole packed vector, sentinel included, in one call.
+def packed_sum(total: Callable[[Tensor], Tensor], wait: Callable[[Tensor], Tensor], size: int) -> Begin:
+    """Makes a `Begin` of one sum over `size` ranks: the whole packed vector, sentinel included, in one call.
 
     Args:
       total: sums a tensor over the ranks in the tensor's own dtype.
+      wait: see `over_sums`.
       size: the number of ranks; the gradients are divided by it after they are back in the group's dtype.
     """
 
-    def reduce(flat: Tensor, layout: Layout) -> Tensor:
+    def begin(flat: Tensor, layout: Layout) -> Callable[[], Reduced]:
         if flat.shape != (layout.size + 1,):
             raise ValueError(f"the packed vector has shape {tuple(flat.shape)}, not [{layout.size} + 1]")
-        summed = total(flat.to(layout.travels_as)).to(layout.dtype)
-        return torch.cat([summed[:-1] / size, summed[-1:]])
+        summed = total(flat.to(layout.travels_as))
 
-    return reduce
+        def end() -> Reduced:
+            found = wait(summed).to(layout.dtype)
+            return Reduced(found[:-1] / size, found[-1])
+
+        return end
+
+    return begin
 
 
 def sum_over_ranks(collectives: Collectives, values: Tree) -> Tree:

@@ -20,15 +20,15 @@ SPEC = EnvSpec(task="planted", actor_dim=3, critic_dim=0, action_dim=2, max_epis
 COLUMNS = replay.fields(SPEC)
 ROWS = 64
 SCALE = reward_scale.init(4)
+SETTINGS = {
+    "batch_size": 16, "updates_per_step": 1, "actor_width": 8, "critic_width": 8, "num_blocks": 1, "bins": 11,
+    "lr_init": 1e-3, "lr_peak": 1e-3, "lr_decay_updates": 100, "replay_capacity": ROWS, "learning_starts": 0,
+}  # fmt: skip
 
 
 @functools.cache
 def learner(**changes: object) -> Learner:
-    settings = {
-        "batch_size": 16, "updates_per_step": 1, "actor_width": 8, "critic_width": 8, "num_blocks": 1, "bins": 11,
-        "lr_init": 1e-3, "lr_peak": 1e-3, "lr_decay_updates": 100, "replay_capacity": ROWS, "learning_starts": 0,
-    }  # fmt: skip
-    return cycle.make_learner(SACConfig(**settings | changes), SPEC)
+    return cycle.make_learner(SACConfig(**SETTINGS | changes), SPEC)
 
 
 def state(**changes: object) -> SACState:
@@ -140,6 +140,52 @@ def test_critics_meet_the_policy_of_their_update(phase: int, first: bool) -> Non
         batch = replay.gather(buffer, rows[i], COLUMNS)
         s, _ = learn.update(s, batch, noise[i, :32], noise[i, 32:], (7 * phase + i) % 3 == 0)
     torch.testing.assert_close(found, s, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("first", "order"), [(False, "fpfccpfccpcc"), (True, "fcpfccpfccpc")])
+def test_what_is_foreseen_is_what_the_update_finds(first: bool, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six fused updates, three with a policy's: its forward pass (f) comes before critics' updates that change none.
+
+    In the first update of a cycle whose policy goes first, it has none to come before.
+    """
+    monkeypatch.setattr(cycle, "MOST_SHARING", 1)  # samples that are made together may round otherwise
+    settings = {"updates_per_step": 6, "critic_first": first}
+    called = []
+
+    def wrap(region: cycle.Region) -> cycle.Region:
+        def call(*arguments: tree.Tree) -> tuple[tree.Tree, cycle.Metrics]:
+            called.append(region.__name__)
+            return region(*arguments)
+
+        return call
+
+    learn = cycle.make_learner(SACConfig(**SETTINGS | settings), SPEC, wrap=wrap, fused=True)
+    s, buffer = state(**settings), planted()
+    found, _ = learn.cycle(s, buffer, SCALE, 0)
+    assert "".join(name[0] for name in called if name in ("foresee", "policy", "critics")) == order
+    key, rows_key, noise_key = keys.split(s.key, 3)
+    rows, noise = replay.indices(buffer, rows_key, (6, 16)), keys.normal(noise_key, (6, 48, 2))
+    s = s._replace(key=key)
+    for i in range(6):
+        batch = replay.gather(buffer, rows[i], COLUMNS)
+        s, _ = learn.update(s, batch, noise[i, :32], noise[i, 32:], i % 2 == 0)
+    assert_bits_equal(found, s)
+
+
+def test_a_state_that_is_given_up_takes_the_last_critics(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing reads the first critics after the first of three updates; with one alone they stay as they are."""
+    for count in (3, 1):
+        learn = cycle.make_learner(SACConfig(**SETTINGS | {"updates_per_step": count}), SPEC, fused=True)
+        s, buffer = state(updates_per_step=count), planted()
+        expected, _ = learn.cycle(s, buffer, SCALE, 0)
+        mine = tree.clone(s)
+        with monkeypatch.context() as patch:
+            patch.setattr(capture, "state_is_given_up", lambda: True)
+            found, _ = learn.cycle(mine, buffer, SCALE, 0)
+        assert_bits_equal(found, expected)
+        pairs = [(s.critic.params, s.target, s.critic.opt.mu, s.critic.opt.nu) for s in (mine, found)]
+        same = [a.data_ptr() == b.data_ptr() for a, b in zip(*map(tree.leaves, pairs), strict=True)]
+        assert set(same) == {count > 1}
 
 
 def test_samples_are_shared_in_few_numbers() -> None:

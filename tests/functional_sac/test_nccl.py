@@ -43,7 +43,7 @@ CONFIG = {
 def setup(here: World, compiled: bool = False, **changes):
     """Returns a state (learner, replay, reward scale) of this rank and its cycle over the ranks."""
     config = SACConfig(**CONFIG | changes)
-    wrap = {"wrap": capture.compiled} if compiled else {}
+    wrap = {"wrap": capture.compiled, "fused": True} if compiled else {}
     learner = make_learner(config, SPEC, collectives.over(here), **wrap)
     sac = learner.init(keys.key(0, here.device))
     sac = sac._replace(key=keys.fold_in(sac.key, here.rank))

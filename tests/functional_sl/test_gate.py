@@ -25,7 +25,7 @@ OPEN, CLOSED = torch.tensor(True), torch.tensor(False)
     ],
 )
 def test_is_open(reduced: list[float], is_open: bool) -> None:
-    ok = gate.is_open(torch.tensor(reduced))
+    ok = gate.is_open(torch.tensor(reduced[:-1]), torch.tensor(reduced[-1]))
     assert ok.shape == ()
     assert ok.dtype == torch.bool
     assert ok == is_open

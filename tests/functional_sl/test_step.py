@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from functional_sl import capture, optim, step, tree
 from functional_sl.parallel.collectives import Collectives, simulated, single
+from functional_sl.parallel.lockstep import Lockstep
 from functional_sl.step import Aux, Step, StepState, make_step
 
 
@@ -340,7 +342,7 @@ def test_the_sentinel_is_each_ranks_own() -> None:
 
 
 def test_a_gradient_that_is_written_out_takes_neither_a_scale_nor_micro_batches() -> None:
-    def gradient(params, stats, x):
+    def gradient(params, stats, x, send):
         return {"w": 2 * (params["w"] - x)}, (params["w"] - x).square().sum(), Aux(stats, {})
 
     with pytest.raises(ValueError, match="accumulation=2"):
@@ -356,7 +358,7 @@ def test_a_gradient_that_is_written_out_takes_neither_a_scale_nor_micro_batches(
 def test_a_gradient_that_is_written_out_may_be_of_a_narrower_type() -> None:
     """1.0078125 is 1 + 2^-7, the next number after 1 in BF16."""
 
-    def gradient(params, stats, x):
+    def gradient(params, stats, x, send):
         return {"w": x.bfloat16()}, x.sum(), Aux(stats, {})
 
     step = make_step(lambda *a: None, optim.sgd(1.0), gradient=gradient)
@@ -367,6 +369,30 @@ def test_a_gradient_that_is_written_out_may_be_of_a_narrower_type() -> None:
     assert after.params["w"].tolist() == [-1.0078125, -2.0]
     closed, ok, aux = step.update(after, torch.tensor([torch.inf, 0.0]))
     assert (ok.item(), aux.sentinel.item(), closed.params["w"].tolist()) == (False, 1.0, [-1.0078125, -2.0])
+
+
+@pytest.mark.parametrize("where", ["a", "b", None])
+def test_a_gradient_may_leave_in_parts(where: str | None) -> None:
+    """The mean of two ranks' numbers; a NaN in either part on one rank closes the gate on both."""
+
+    def gradient(params, stats, x, send):
+        send([x["b"]], torch.tensor(0.0))
+        return x, torch.tensor(0.0), Aux(stats, {})
+
+    def update(rank: int) -> tuple[StepState, torch.Tensor, Aux]:
+        x = {"a": torch.tensor([1.0 + rank]), "b": torch.tensor([[3.0], [5.0 + rank]])}
+        if where and rank:
+            x[where].view(-1)[0] = torch.nan
+        step = make_step(lambda *a: None, optim.sgd(1.0), ranks.collectives, gradient=gradient)
+        return step.update(step.init(tree.zeros_like(x)), x)
+
+    with contextlib.closing(Lockstep(2)) as ranks:
+        found = ranks.map(update, (0, 1))
+    expected = [0.0, 0.0, 0.0] if where else [-1.5, -3.0, -5.5]
+    for state, ok, _ in found:
+        assert [*state.params["a"].tolist(), *state.params["b"].flatten().tolist()] == expected
+        assert ok.item() == (where is None)
+    assert [aux.sentinel.item() for _, _, aux in found] == [0.0, float(where is not None)]
 
 
 @pytest.mark.parametrize("wire_dtype", ["float32", "bfloat16"])

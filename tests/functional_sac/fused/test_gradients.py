@@ -87,7 +87,9 @@ def test_the_actors_gradient(products: str, dtype: torch.dtype, tolerance: float
     grads, (value, aux) = torch.func.grad_and_value(loss.actor, has_aux=True)(
         state.actor.params, state.actor.stats, *frozen
     )
-    found = gradients.Gradients(loss).actor(state.actor.params, state.actor.stats, *frozen)
+    written = gradients.Gradients(loss)
+    forward = written.actor_forward(state.actor.params, values, noise)
+    found = written.actor(state.actor.params, state.actor.stats, forward, *frozen)
     agree(found, (grads, value, aux), tolerance)
 
 
@@ -246,5 +248,8 @@ def test_an_operator_agrees_with_its_shapes_and_changes_nothing(device: str) -> 
     kept = trunk.forward(x, leaves, 1e-5)
     dh = normal(2, 7, 8).bfloat16()
     library.opcheck(trunk.backward, (dh, x, leaves, kept), test_utils=checks)
+    library.opcheck(trunk.backward_block, (dh, leaves, kept, 1), test_utils=checks)
+    whole = trunk.backward_block(dh, leaves, kept, 1)[0]
+    library.opcheck(trunk.backward_input, (whole, x, leaves, kept), test_utils=checks)
     found = trunk.backward(dh, x, leaves, kept)
     assert [(t.shape, t.dtype) for t in found] == [(t[1:].shape, torch.float32) for t in leaves]

@@ -1,4 +1,4 @@
-"""Gradients of weights, one by one and several at once, against sums that are exact."""
+"""Gradients of weights, at once or later, against sums that are exact."""
 
 from __future__ import annotations
 
@@ -28,20 +28,17 @@ def test_rows_in_parts_add_up() -> None:
 @pytest.mark.parametrize("device", ["cpu", CUDA])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("networks", "rows", "widths", "count"),
-    [(2, 12, (8, 6), 3), (2, 192, (1024, 256), 4), (2, 256, (256, 1024), 2), (5, 64, (512, 384), 3)],
+    ("networks", "rows", "widths"), [(2, 12, (8, 6)), (2, 192, (1024, 256)), (2, 256, (256, 1024)), (5, 64, (512, 384))]
 )
-def test_several_at_once(
-    device: str, dtype: torch.dtype, networks: int, rows: int, widths: tuple[int, int], count: int
-) -> None:
-    """Every second product has the widths the other way round, as the two layers of a block have."""
+def test_all_of_them_later(device: str, dtype: torch.dtype, networks: int, rows: int, widths: tuple[int, int]) -> None:
+    """Both products of two layers, which have the widths the other way round, and one of other widths."""
+    shapes = [widths, widths[::-1], (16, 24), widths, widths[::-1]]
     pairs = [
-        tuple(
-            whole(2 * i + j, networks, rows, width).to(device, dtype)
-            for j, width in enumerate(widths[:: 1 - 2 * (i % 2)])
-        )
-        for i in range(count)
+        [whole(2 * i + j, networks, rows, width).to(device, dtype) for j, width in enumerate(shape)]
+        for i, shape in enumerate(shapes)
     ]
-    for found, (dy, x) in zip(weight_gradients.weight_gradients(pairs), pairs, strict=True):
-        assert found.dtype == torch.float32
-        assert torch.equal(found.cpu(), torch.einsum("nbo,nbk->nok", dy.float().cpu(), x.float().cpu()))
+    with weight_gradients.later(torch.device(device)) as later:
+        found = [later(*pair) for pair in pairs]
+    for gradient, (dy, x) in zip(found, pairs, strict=True):
+        assert gradient.dtype == torch.float32
+        assert torch.equal(gradient.cpu(), torch.einsum("nbo,nbk->nok", dy.float().cpu(), x.float().cpu()))
