@@ -21,13 +21,12 @@ from functional_sac.config import SACConfig
 from functional_sac.distributions import Sample
 from functional_sac.envs.env import EnvSpec
 from functional_sac.foresight import Change, Foresee, Foresight
-from functional_sac.fused import descent
 from functional_sac.fused.inputs import Batch
 from functional_sac.losses import CriticStats
 from functional_sac.networks import Actor, Critic, Stats
 from functional_sac.transition import Transition
 from functional_sac.updates import CriticPart, Foreseen, Metrics, PolicyPart, SACState, Updates, make_updates
-from functional_sl import capture, kernels, keys, schedules, tree
+from functional_sl import kernels, keys, schedules, tree
 from functional_sl.parallel.collectives import Collectives, mean_over_ranks, over_sums, single
 from functional_sl.step import StepState
 
@@ -210,7 +209,7 @@ class _Cycle:
         self, state: SACState, buffer: replay.ReplayState, scale: reward_scale.RewardScaleState, phase: int
     ) -> tuple[SACState, Metrics]:
         key, drawn = self.sample(state.key, buffer, scale)
-        first, state, history, samples = state, state._replace(key=key), [], []
+        state, history, samples = state._replace(key=key), [], []
         if self.config.updates_per_step > 1:
             state = self.copies(state)
         acting = with_actor(self.config, phase)
@@ -221,8 +220,6 @@ class _Cycle:
             change_policy = functools.partial(self._change_policy, foresight, inputs[k]) if acts else None
             ahead = functools.partial(self._ahead, buffer.rows, drawn, k, _sharing(self.config, acting[k:]))
             change_critics = functools.partial(self._change_critics, samples, ahead, batches[k])
-            if 0 < k == len(acting) - 1:
-                change_critics = functools.partial(self._leave_in, first, change_critics)
             change_critics = functools.partial(foresight.beside, change_critics)
             state, metrics = _update(self.config, state, change_policy, change_critics)
             history.append(metrics)
@@ -243,13 +240,6 @@ class _Cycle:
         if not samples:
             samples.extend(ahead(state))
         return _change_critics(self.critics, state, samples.pop(0), *batch)
-
-    def _leave_in(self, first: SACState, change: Change, state: SACState) -> tuple[SACState, Metrics]:
-        """Changes the critics for the last time in a cycle, in the first state's memory if that is given up."""
-        if self.foresee is None or not capture.state_is_given_up():
-            return change(state)
-        with descent.into(first.critic.params, first.target, first.critic.opt):
-            return change(state)
 
     def _ahead(self, rows: Tensor, drawn: Metrics, first: int, count: int, state: SACState) -> list[Sample]:
         """Returns the samples of `count` updates, from the first one, that share the state's policy."""

@@ -8,7 +8,6 @@ and collectives included: the host launches a whole training iteration at once.
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import types
 import warnings
 from collections.abc import Callable, Hashable, Iterator
@@ -113,17 +112,6 @@ def _unwritten_operators() -> Iterator[None]:
     written = staticmethod(lambda target, args, kwargs: str(target))
     with mock.patch.object(OperatorIssue, "operator_str", written):
         yield
-
-
-_given_up: contextvars.ContextVar[bool] = contextvars.ContextVar("given_up", default=False)
-
-
-def state_is_given_up() -> bool:
-    """Tells whether the call that is running is being captured, so that its new state ends in the old one's buffers.
-
-    What has read a leaf of the old state for the last time may then write the new one there, which saves a copy.
-    """
-    return _given_up.get()
 
 
 class CaptureError(RuntimeError):
@@ -291,11 +279,7 @@ class Captured:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            token = _given_up.set(True)
-            try:
-                new, outputs = self._fn(self._state, *inputs, **static)
-            finally:
-                _given_up.reset(token)
+            new, outputs = self._fn(self._state, *inputs, **static)
             self._donate(new)
         return graph, outputs
 

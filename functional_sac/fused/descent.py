@@ -8,9 +8,7 @@ to the bit where the gate is closed. The op has no rule for `vmap`.
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -70,19 +68,6 @@ def descend(
     return Descended(new, behind, opt, tuple(found[both:]))
 
 
-_destination: contextvars.ContextVar[tuple[Tensor, ...]] = contextvars.ContextVar("destination", default=())
-
-
-@contextlib.contextmanager
-def into(params: Actor | Critic, target: Actor | Critic | tuple[()], opt: AdamState) -> Iterator[None]:
-    """Has the one call of `descend` in the block leave its results in these tensors, which are none that it reads."""
-    token = _destination.set((opt.mu, opt.nu, *tree.leaves((params, target))))
-    try:
-        yield
-    finally:
-        _destination.reset(token)
-
-
 @library.custom_op("functional_sac::descend", mutates_args=())
 def _descend(
     network: str,
@@ -107,8 +92,6 @@ def _descend(
     if behind:
         behind = tree.where(ok, tree.lerp(behind, tree.leaves(new), tau), behind)
     found = [*tree.where(ok, [new_mu, new_nu], [mu, nu]), *tree.leaves(new), *behind]
-    if places := _destination.get():
-        found = [place.copy_(leaf) for place, leaf in zip(places, found, strict=True)]
     return found if copies is None else [*found, *alignment.aligned(trunks(network, tree.leaves(new), behind), copies)]
 
 
@@ -154,5 +137,4 @@ if buildable():
         names = tuple(tree.names(skeleton(network, len(params))))
         copies = [] if dtype is None else alignment.empty(trunks(network, params, target), dtype)
         gradients, mu, nu, *numbers = given
-        new = list(_destination.get()) or [leaf.new_empty(leaf.shape) for leaf in (mu, nu, *params, *target)]
-        return descent_kernels.descend(names, params, target, gradients, (mu, nu), numbers, copies, tau, new)
+        return descent_kernels.descend(names, params, target, gradients, (mu, nu), numbers, copies, tau)

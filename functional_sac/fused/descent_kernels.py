@@ -10,6 +10,7 @@ import functools
 import math
 from collections.abc import Sequence
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -138,7 +139,6 @@ def descend(
     numbers: Sequence[Tensor],
     copies: list[Tensor],
     tau: float,
-    new: list[Tensor],
 ) -> list[Tensor]:
     """Launches `descent.descend`.
 
@@ -151,13 +151,12 @@ def descend(
       numbers: the gate's answer, the step size and the root of the mean square's correction, 0-d.
       copies: take the first leaves of the parameters, then of the target, in their own type and widths; or none.
       tau: weight of the new parameters in the target.
-      new: contiguous, take both moments, then the leaves of the parameters and those of the target.
 
     Returns:
-      `new`, then the copies.
+      Both moments, then the leaves of the parameters, those of the target and the copies.
     """
     moments, leaves = ([tensor.contiguous() for tensor in tensors] for tensors in (moments, (*params, *target)))
-    new_moments, new = new[:2], new[2:]
+    new_moments, new = ([torch.empty_like(tensor) for tensor in tensors] for tensors in (moments, leaves))
     gradients = [_slope(name, leaf) for name, leaf in zip(names, gradients, strict=True)]
     own, places = len(params), tuple((leaf.shape[1], *leaf.stride()) for leaf in gradients)
     plan = _plan(names, tuple(tuple(leaf.shape) for leaf in params), tuple(copy.shape[-1] for copy in copies), places)

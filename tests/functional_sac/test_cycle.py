@@ -172,22 +172,6 @@ def test_what_is_foreseen_is_what_the_update_finds(first: bool, order: str, monk
     assert_bits_equal(found, s)
 
 
-def test_a_state_that_is_given_up_takes_the_last_critics(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing reads the first critics after the first of three updates; with one alone they stay as they are."""
-    for count in (3, 1):
-        learn = cycle.make_learner(SACConfig(**SETTINGS | {"updates_per_step": count}), SPEC, fused=True)
-        s, buffer = state(updates_per_step=count), planted()
-        expected, _ = learn.cycle(s, buffer, SCALE, 0)
-        mine = tree.clone(s)
-        with monkeypatch.context() as patch:
-            patch.setattr(capture, "state_is_given_up", lambda: True)
-            found, _ = learn.cycle(mine, buffer, SCALE, 0)
-        assert_bits_equal(found, expected)
-        pairs = [(s.critic.params, s.target, s.critic.opt.mu, s.critic.opt.nu) for s in (mine, found)]
-        same = [a.data_ptr() == b.data_ptr() for a, b in zip(*map(tree.leaves, pairs), strict=True)]
-        assert set(same) == {count > 1}
-
-
 def test_samples_are_shared_in_few_numbers() -> None:
     """Each is a shape to compile, of which Dynamo takes eight; every one of the 110 updates gets its sample."""
     config = SACConfig(
