@@ -17,7 +17,7 @@ from functional_sac.fused.tiles import totals
 from functional_sl.kernels import launch, suits_hopper
 
 ROWS, COLUMNS, WARPS = 64, 128, 4  # of a tile of the product; a program goes down several
-SPLITS = 16  # of the rows, and parts of the sums
+PROGRAMS = 128  # about as many as the GPU has multiprocessors
 REST_ROWS = 32  # of a tile of the second kernel
 
 
@@ -128,29 +128,33 @@ def _rest(
 
 def fits(d: Tensor, w: Tensor, x: Tensor) -> bool:
     """Tells whether `backward` takes these: half types on a Hopper GPU, whole tiles, and rows of w in shared memory."""
-    inner, features = w.shape[1:]
-    whole = x.shape[1] % (ROWS * SPLITS) == 0 and features % COLUMNS == 0
-    return whole and inner in (64, 128, 256) and suits_hopper(d, w, x)
+    whole = x.shape[1] % (ROWS * _splits(x)) == x.shape[2] % COLUMNS == 0
+    return whole and w.shape[1] in (64, 128, 256) and suits_hopper(d, w, x)
+
+
+def _splits(x: Tensor) -> int:
+    """Returns the number of parts of the rows: the fewer the less to add up, if there are programs enough."""
+    return 16 if x.shape[0] * x.shape[2] // COLUMNS * 16 >= PROGRAMS else 32
 
 
 def backward(d: Tensor, w: Tensor, x: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
     """Launches `batch_norm.backward_of_product` from (scale, bias, mean, inverse_std)."""
-    (networks, rows, features), inner = x.shape, w.shape[1]
+    (networks, rows, features), inner, splits = x.shape, w.shape[1], _splits(x)
     scale, bias, mean, inverse_std = saved[0].contiguous(), saved[1].contiguous(), *saved[2:]
     dy, dx = (torch.empty_like(x) for _ in range(2))
     dscale, dbias = torch.empty_like(scale), torch.empty_like(scale)
-    scratch, part = (scale.new_empty(networks, SPLITS, size, features) for size in (WARPS * 2, 2))
+    scratch, part = (scale.new_empty(networks, splits, size, features) for size in (WARPS * 2, 2))
     given = (
         TensorDescriptor.from_tensor(d.view(-1, inner), [ROWS, inner]),
         TensorDescriptor.from_tensor(w.view(-1, features), [inner, COLUMNS]),
     )
     launch(
-        _masked_product, (features // COLUMNS * SPLITS, networks), *given, x, scale, bias, mean, inverse_std, dy,
+        _masked_product, (features // COLUMNS * splits, networks), *given, x, scale, bias, mean, inverse_std, dy,
         scratch, part, mean.stride(0), rows, K=inner, N=features, R=ROWS, C=COLUMNS, G=ROWS // 4, P=WARPS,
-        TILES=rows // (ROWS * SPLITS), SPLITS=SPLITS, num_warps=WARPS,
+        TILES=rows // (ROWS * splits), SPLITS=splits, num_warps=WARPS,
     )  # fmt: skip
     launch(
         _rest, (features // COLUMNS * (rows // REST_ROWS), networks), dy, x, part, scale, mean, inverse_std, dx,
-        dscale, dbias, mean.stride(0), rows, N=features, SPLITS=SPLITS, R=REST_ROWS, F=COLUMNS, num_warps=4,
+        dscale, dbias, mean.stride(0), rows, N=features, SPLITS=splits, R=REST_ROWS, F=COLUMNS, num_warps=4,
     )  # fmt: skip
     return dx, dscale, dbias
