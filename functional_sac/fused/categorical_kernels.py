@@ -1,7 +1,7 @@
 """The Triton kernels of `categorical`: a program takes a few whole rows through everything.
 
-The atoms of a row move by one affine map, so that a bin gets mass from a few neighbours alone, which the logits are
-read anew for; what is clipped goes to the first and the last bin as a sum. Nothing is added atomically.
+The atoms of a row move by one affine map, so that a bin gets mass from a few neighbours alone; what is clipped goes to
+the first and the last bin as a sum. Nothing is added atomically.
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ from functional_sl.kernels import launch
 
 @triton.jit
 def _softmax(logits, bias, row, column, rows, bins, W: tl.constexpr):
-    """Returns a tile of logits less the largest of their row, their exponentials, those' sum [R], and the largest."""
+    """Returns a tile of logits less the largest of their row, their exponentials, and those' sum [R]."""
     # Whole rows, which are loaded in wide words, where the number of bins would break them up.
     mask = (row < rows)[:, None] & (column < W)[None, :]
     value = tl.load(logits + row[:, None] * W + column[None, :], mask=mask, other=0.0).to(tl.float32)
     value += tl.load(bias + column, mask=column < bins, other=0.0)[None, :]
     value = tl.where((column < bins)[None, :], value, float("-inf"))
-    peak = tl.max(value, 1)
-    value -= peak[:, None]
+    value -= tl.max(value, 1)[:, None]
     weight = tl.exp(value)
-    return value, weight, tl.sum(weight, 1), peak
+    return value, weight, tl.sum(weight, 1)
 
 
 @triton.jit
@@ -38,13 +37,11 @@ def _target(
 ):  # fmt: skip
     """Returns a tile of projected targets of the lower one of the two target critics."""
     exists, bin = row < rows, column.to(tl.float32)[None, :]
-    _, first, first_sum, first_peak = _softmax(logits, bias, row, column, rows, bins, W)
-    _, second, second_sum, second_peak = _softmax(logits + rows * W, bias + bins, row, column, rows, bins, W)
+    _, first, first_sum = _softmax(logits, bias, row, column, rows, bins, W)
+    _, second, second_sum = _softmax(logits + rows * W, bias + bins, row, column, rows, bins, W)
     atoms = minimum + bin * width
     other = tl.sum(second * atoms, 1) / second_sum < tl.sum(first * atoms, 1) / first_sum
-    total = tl.where(other, second_sum, first_sum)
-    scale = (1.0 / total)[:, None]
-    shift = (tl.where(other, second_peak, first_peak) + tl.log(total))[:, None]
+    scale = (1.0 / tl.where(other, second_sum, first_sum))[:, None]
     probs = tl.where(other[:, None], second, first) * scale
     gained = tl.load(reward + row, mask=exists, other=0.0).to(tl.float32)[:, None]
     soft = tl.load(entropy_term + row, mask=exists, other=0.0).to(tl.float32)[:, None]
@@ -57,13 +54,9 @@ def _target(
     above = tl.where(bin > tl.floor((last - 1.0 - origin) * rate) + NEAR, probs, 0.0)
     mass = tl.where(bin == 0.0, tl.sum(below, 1)[:, None], 0.0)
     mass += tl.where(bin == last, tl.sum(above, 1)[:, None], 0.0)
-    member = tl.where(other, 1, 0)
-    source, added = logits + ((member * rows + row) * W)[:, None], bias + (member * bins)[:, None]
-    for _ in range(NEAR):
-        there = exists[:, None] & (index >= 0.0) & (index <= last)
-        place = tl.where(there, index, 0.0).to(tl.int32)
-        near = tl.load(source + place, mask=there, other=0.0).to(tl.float32)
-        near = tl.exp(near + tl.load(added + place, mask=there, other=0.0) - shift)
+    for _ in tl.range(0, NEAR, loop_unroll_factor=4):
+        there = (index >= 0.0) & (index <= last)
+        near = tl.gather(probs, tl.where(there, index, 0.0).to(tl.int32), 1)
         landed = tl.minimum(tl.maximum(origin + discount * index, 0.0), last)
         mass += tl.where(there, near * tl.maximum(1.0 - tl.abs(landed - bin), 0.0), 0.0)
         index += 1.0
@@ -74,8 +67,19 @@ def _target(
 
 
 @triton.jit
+def _over_rows(x, scratch, column, R: tl.constexpr, K: tl.constexpr):
+    """Returns the sums [K] over a tile's rows through memory: rows of several warps would share a bank otherwise."""
+    tl.store(scratch + tl.arange(0, R)[:, None] * K + column[None, :], x)
+    tl.debug_barrier()
+    sums = tl.load(scratch + column)
+    for row in tl.static_range(1, R):
+        sums += tl.load(scratch + row * K + column)
+    return sums
+
+
+@triton.jit
 def _loss(
-    logits, bias, target_bias, reward, terminated, entropy_term, part, dlogits, dbias, rows, bins,
+    logits, bias, target_bias, reward, terminated, entropy_term, part, dlogits, scratch, dbias, rows, bins,
     minimum, maximum, width, discount, factor, W: tl.constexpr, NEAR: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     row, column = tl.program_id(0) * R + tl.arange(0, R), tl.arange(0, K)
@@ -87,15 +91,14 @@ def _loss(
     total = tl.sum(probs, 1)
     found = tl.zeros((R,), tl.float32)
     for member in tl.static_range(2):
-        value, weight, weights, _ = _softmax(
-            logits + member * rows * W, bias + member * bins, row, column, rows, bins, W
-        )
+        value, weight, weights = _softmax(logits + member * rows * W, bias + member * bins, row, column, rows, bins, W)
         found += total * tl.log(weights) - tl.sum(tl.where(inside, probs * value, 0.0), 1)
         change = tl.where(inside & exists, (weight * (total / weights)[:, None] - probs) * factor, 0.0)
         place = dlogits + ((member * rows + row) * W)[:, None] + column[None, :]
         tl.store(place, change.to(dlogits.dtype.element_ty), mask=exists & (column < W)[None, :])
-        sums = dbias + (tl.program_id(0) * 2 + member) * bins + column
-        tl.store(sums, tl.sum(change, 0), mask=column < bins)
+        number = tl.program_id(0) * 2 + member
+        sums = _over_rows(change, scratch + number * R * K, column, R, K)
+        tl.store(dbias + number * bins + column, sums, mask=column < bins)
     tl.store(part + tl.program_id(0), tl.sum(tl.where(row < rows, found, 0.0), 0) * factor)
 
 
@@ -105,8 +108,8 @@ def _lower_value(
 ):  # fmt: skip
     row, column = tl.program_id(0) * R + tl.arange(0, R), tl.arange(0, K)
     atoms = (minimum + column * width)[None, :]
-    _, first, first_sum, _ = _softmax(logits, bias, row, column, rows, bins, W)
-    _, second, second_sum, _ = _softmax(logits + rows * W, bias + bins, row, column, rows, bins, W)
+    _, first, first_sum = _softmax(logits, bias, row, column, rows, bins, W)
+    _, second, second_sum = _softmax(logits + rows * W, bias + bins, row, column, rows, bins, W)
     one, two = tl.sum(first * atoms, 1) / first_sum, tl.sum(second * atoms, 1) / second_sum
     # NaN of one is NaN of both: value and derivative.
     least = tl.minimum(one, two, propagate_nan=tl.PropagateNan.ALL)
@@ -129,14 +132,15 @@ def loss(
     """Launches `categorical.loss` on its six tensors, with parts of `size` rows, a power of two."""
     logits, bias, target_bias, reward, terminated, entropy_term = tensors
     (_, rows, width), bins = logits.shape, bias.shape[-1]
-    count = row_parts.count(rows, size)
-    part, dbias = (torch.empty(count, *s, dtype=torch.float32, device=bias.device) for s in ((), bias.shape))
+    count, columns = row_parts.count(rows, size), triton.next_power_of_2(width)
+    shapes = ((), (2, size, columns), bias.shape)
+    part, scratch, dbias = (torch.empty(count, *s, dtype=torch.float32, device=bias.device) for s in shapes)
     dlogits = torch.empty(2, rows, width, dtype=logits.dtype, device=logits.device)
     given = (t.contiguous() for t in (logits, bias, target_bias, reward, terminated.view(torch.uint8), entropy_term))
     step = (maximum - minimum) / (bins - 1)
     launch(
-        _loss, (count,), *given, part, dlogits, dbias, rows, bins, minimum, maximum, step, discount, 1 / (2 * rows),
-        W=width, NEAR=math.ceil(2 / discount) + 1, R=size, K=triton.next_power_of_2(width), num_warps=8,
+        _loss, (count,), *given, part, dlogits, scratch, dbias, rows, bins, minimum, maximum, step, discount,
+        1 / (2 * rows), W=width, NEAR=math.ceil(2 / discount) + 1, R=size, K=columns, num_warps=8,
     )  # fmt: skip
     return part, dlogits, dbias
 
