@@ -5,14 +5,27 @@ Batch norm goes by running statistics, so that it is an affine map and a row's v
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from functional_sac import networks
-from functional_sac.fused import critic_heads, running_norm
+from functional_sac.fused import critic_heads, frozen_blocks
 from functional_sac.fused.alignment import INPUT_WEIGHT
 from functional_sac.fused.trunk import LEAVES
 from functional_sac.networks import ALIGNMENT, BatchNorm, Critic, Stats, Trunk
+
+
+class _Block(NamedTuple):
+    """What the backward pass of a block reads."""
+
+    w1: Tensor  # [N, F, H]
+    w2: Tensor  # [N, H, F]
+    y: Tensor  # [N, B, F], behind the first ReLU
+    passed: Tensor  # [N, B, H] bool, where the second one let through
+    first: tuple[Tensor, Tensor]  # scale and variance [N, F] of the first norm
+    second: tuple[Tensor, Tensor]  # likewise [N, H] of the second one
 
 
 def lower_value(
@@ -31,9 +44,13 @@ def lower_value(
     """
     h, slope, tape = _forward(critic.trunk, stats, leaves, x)
     value, dh = critic_heads.lower_value(h, critic, minimum, maximum)
-    for w1, w2, raw, back, first, second in reversed(tape):
-        d = torch.bmm(running_norm.backward(dh, back, *second[0], *second[1]), w2)
-        dh = torch.baddbmm(dh, running_norm.backward(d, raw, *first[0], *first[1]), w1)
+    d = frozen_blocks.masked(dh, tape[-1].passed, *tape[-1].second)
+    for block, before in zip(reversed(tape), [*reversed(tape[:-1]), None], strict=True):
+        d = frozen_blocks.inner_backward(d, block.w2, block.y, *block.first)
+        if before is None:
+            dh = frozen_blocks.added(d, block.w1, dh)
+        else:
+            dh, d = frozen_blocks.outer_backward(d, block.w1, dh, before.passed, *before.second)
     # Of the inputs only the actions' columns, from a multiple of eight on.
     observed = x.shape[-1] - actions
     begin = observed // ALIGNMENT * ALIGNMENT
@@ -47,19 +64,18 @@ def activations(trunk: Trunk, stats: Stats, leaves: list[Tensor], x: Tensor) -> 
     return _forward(trunk, stats, leaves, x)[0]
 
 
-def _forward(trunk: Trunk, stats: Stats, leaves: list[Tensor], x: Tensor) -> tuple[Tensor, Tensor, list]:
+def _forward(trunk: Trunk, stats: Stats, leaves: list[Tensor], x: Tensor) -> tuple[Tensor, Tensor, list[_Block]]:
     """Returns activations, the first slope, and of every block what its backward pass reads."""
-    (norm, running), *rest = _norms(trunk, stats)
-    slope, offset = running_norm.affine(norm, running)
+    own, *rest = _norms(trunk, stats)
+    slope, offset = frozen_blocks.affine(*own)
     w, *blocks = leaves[INPUT_WEIGHT:]
     y = networks.padded(torch.addcmul(offset, x, slope)).to(w.dtype)
     h, tape = torch.bmm(y, w.mT), []
     matrices = blocks[::LEAVES], blocks[LEAVES // 2 :: LEAVES]
     for w1, w2, first, second in zip(*matrices, rest[::2], rest[1::2], strict=True):
-        raw = torch.bmm(h, w1.mT)
-        back = torch.bmm(running_norm.forward(raw, *first[0], *first[1], None), w2.mT)
-        h = running_norm.forward(back, *second[0], *second[1], h)
-        tape.append((w1, w2, raw, back, first, second))
+        y = frozen_blocks.inner(h, w1, *first)
+        h, passed = frozen_blocks.outer(y, w2, *second, h)
+        tape.append(_Block(w1, w2, y, passed, *((norm.scale, own.var) for norm, own in (first, second))))
     return h, slope, tape
 
 
