@@ -75,7 +75,8 @@ def _forward(trunk: Trunk, stats: Stats, leaves: list[Tensor], x: Tensor) -> tup
     for w1, w2, first, second in zip(*matrices, rest[::2], rest[1::2], strict=True):
         y = frozen_blocks.inner(h, w1, *first)
         h, passed = frozen_blocks.outer(y, w2, *second, h)
-        tape.append(_Block(w1, w2, y, passed, *((norm.scale, own.var) for norm, own in (first, second))))
+        slopes = [(norm.scale, running.var) for norm, running in (first, second)]
+        tape.append(_Block(w1, w2, y, passed, *slopes))
     return h, slope, tape
 
 

@@ -60,7 +60,7 @@ def torchs(x: Tensor, w: Tensor, layer: tuple[BatchNorm, Stats]) -> tuple[Tensor
 
 # In BF16 a product may be rounded to the other side: 2^-8 of a number below 5, times a slope of at most 1.5.
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-5)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 5e-5), (torch.bfloat16, 2**-5)])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_block_and_its_derivative(device: str, dtype: torch.dtype, tolerance: float, shape: tuple) -> None:
     """Each op by itself, on what the others returned."""
@@ -72,11 +72,11 @@ def test_a_block_and_its_derivative(device: str, dtype: torch.dtype, tolerance: 
     inner_d = frozen_blocks.inner_backward(d, t.w2, y, *first)
     dh, below = frozen_blocks.outer_backward(inner_d, t.w1, t.dh, passed, *second)
     assert torch.equal(frozen_blocks.added(inner_d, t.w1, t.dh), dh)
-    assert torch.equal(frozen_blocks.masked(dh, passed, *second), below)
 
     def close(found: Tensor, expected: Tensor) -> None:
         torch.testing.assert_close(found.float(), expected.float(), rtol=tolerance, atol=tolerance)
 
+    close(below, frozen_blocks.masked(dh, passed, *second))
     for n in range(shape[0]):
         own = tree.map(lambda leaf, n=n: leaf[n], t)
         raw1, expected_y, edge1 = torchs(own.h, own.w1, own.first)
