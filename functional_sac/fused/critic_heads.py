@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from functional_sac import networks
-from functional_sac.fused import categorical, rms_norm
+from functional_sac.fused import categorical, rms_norm, weight_gradients
 from functional_sac.networks import RMS_EPS, Critic
 
 
@@ -54,7 +54,7 @@ def loss(h: Tensor, critic: Critic, target: Critic, backup: Backup) -> Head:
     logits = torch.bmm(normal.flatten(0, 1), w.mT)
     found, dlogits, db = categorical.loss(logits, critic.b, target.b, *backup)
     dh, post_scale = rms_norm.backward(torch.bmm(dlogits, w[:2]), h[0], critic.trunk.post_scale, RMS_EPS)
-    dw = torch.bmm(dlogits.mT, normal[0])[:, :bins]
+    dw = weight_gradients.by_parts(dlogits, normal[0])[:, :bins]
     return Head(found.sum(), dh, post_scale.sum(0), dw, db.sum(0))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from functional_sl import streams
 from functional_sl.kernels import buildable
 
-SMALL = 2**17  # elements of a gradient; larger ones fill a GPU by themselves
+SMALL = 2**18  # elements of a gradient; larger ones fill a GPU by themselves
 KERNELS = buildable()
 if KERNELS:
     from functional_sac.fused import weight_gradient_kernels
@@ -45,8 +45,18 @@ def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
     """Returns dy transposed times x: [N, B, M] and [N, B, K] to [N, M, K], float32 where they are of a half type."""
     if dy.dtype in (torch.bfloat16, torch.float16):
         return torch.bmm(dy.mT, x, out_dtype=torch.float32) if dy.is_cuda else torch.bmm(dy.mT.float(), x.float())
-    parts = _parts(dy.shape[0] * dy.shape[2] * x.shape[2]) if dy.is_cuda else 1
-    return summed_by_parts(dy, x, parts if dy.shape[1] % parts == 0 else 1)
+    return by_parts(dy, x)
+
+
+def by_parts(dy: Tensor, x: Tensor) -> Tensor:
+    """Returns `weight_gradient` in the type that both have, which on a GPU and in float32 adds up products of parts.
+
+    cuBLAS is faster at that: thousands of rows alone leave it few and long programs.
+    """
+    size = dy.shape[0] * dy.shape[2] * x.shape[2]
+    parts = 4 if size >= 2**19 else 16 if size >= 2**15 else 1
+    split = dy.is_cuda and dy.dtype == torch.float32 and dy.shape[1] % parts == 0
+    return summed_by_parts(dy, x, parts if split else 1)
 
 
 def summed_by_parts(dy: Tensor, x: Tensor, parts: int) -> Tensor:
@@ -56,8 +66,3 @@ def summed_by_parts(dy: Tensor, x: Tensor, parts: int) -> Tensor:
     networks, rows, _ = dy.shape
     dy, x = (t.reshape(networks * parts, rows // parts, t.shape[-1]) for t in (dy, x))
     return torch.bmm(dy.mT, x).unflatten(0, (networks, parts)).sum(1)
-
-
-def _parts(size: int) -> int:
-    """Returns the parts in which cuBLAS is fastest in float32: thousands of rows leave it few and long programs."""
-    return 4 if size >= 2**19 else 16 if size >= 2**17 else 1
