@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, library
 
-from functional_sac.fused import batch_norm, weight_gradients
+from functional_sac.fused import batch_norm, batch_norm_chain, weight_gradients
 
 INPUT, LEAVES, KEPT = 3, 6, 4  # tensors of the input and of a block in the list of leaves; of a block in what is kept
 
 
 @library.custom_op("functional_sac::trunk_forward", mutates_args=())
-def forward(x: Tensor, leaves: list[Tensor], eps: float) -> list[Tensor]:
+def forward(x: Tensor, leaves: list[Tensor], eps: float, trained: int) -> list[Tensor]:
     """Takes N networks through their trunks, normalising by the batch.
 
     Args:
@@ -25,35 +25,32 @@ def forward(x: Tensor, leaves: list[Tensor], eps: float) -> list[Tensor]:
       leaves: scale and bias [N, I] of the input's norm, w [N, H, K]; then of every block w1 [N, 4H, H], scale and bias
         [N, 4H], w2 [N, H, 4H], scale and bias [N, H]. Matrices are in the type of the products, the others float32.
       eps: of the batch norms.
+      trained: M, how many networks `backward` will be for, the first ones.
 
     Returns:
       mean and inverse standard deviation [N, S] of all batch norms; y [N, B, K], the normalised input, and h [N, B, H];
-      then of every block the norms' inputs and outputs, [N, B, 4H] twice and [N, B, H] twice. The last one is the
-      trunk's output.
+      then of every block the norms' inputs and outputs, [N, B, 4H], of the first networks [M, B, 4H], and [N, B, H]
+      twice. The last one is the trunk's output.
     """
     scale, bias, w = leaves[:INPUT]
     kept = _moments(leaves)
     norms = _by_norm(*kept, leaves)
     y = batch_norm.common(x, scale, bias, *next(norms), w.dtype, eps)
-    h = torch.bmm(y, w.mT)
-    kept += [y, h]
-    for w1, scale1, bias1, w2, scale2, bias2 in _by_block(leaves[INPUT:], LEAVES):
-        first = torch.bmm(h, w1.mT)
-        inner = batch_norm.forward(first, scale1, bias1, None, *next(norms), eps)
-        second = torch.bmm(inner, w2.mT)
-        h = batch_norm.forward(second, scale2, bias2, h, *next(norms), eps)
-        kept += [first, inner, second, h]
+    kept += [y, torch.bmm(y, w.mT)]
+    for of_block in _by_block(leaves[INPUT:], LEAVES):
+        kept += batch_norm_chain.forward(kept[-1], of_block, next(norms), next(norms), eps, trained)
     return kept
 
 
 @forward.register_fake
-def _(x: Tensor, leaves: list[Tensor], eps: float) -> list[Tensor]:
-    w = leaves[INPUT - 1]
-    widths = [w.shape[2], w.shape[1]]
+def _(x: Tensor, leaves: list[Tensor], eps: float, trained: int) -> list[Tensor]:
+    w, rows = leaves[INPUT - 1], x.shape[0]
+    networks, outer, features = w.shape
+    sizes = [(networks, features), (networks, outer)]
     for w1, *_ in _by_block(leaves[INPUT:], LEAVES):
-        inner, outer = w1.shape[1:]
-        widths += [inner, inner, outer, outer]
-    return [*_moments(leaves), *(w.new_empty(w.shape[0], x.shape[0], width) for width in widths)]
+        inner = w1.shape[1]
+        sizes += [(networks, inner), (trained, inner), (networks, outer), (networks, outer)]
+    return [*_moments(leaves), *(w.new_empty(count, rows, width) for count, width in sizes)]
 
 
 @library.custom_op("functional_sac::trunk_backward", mutates_args=())

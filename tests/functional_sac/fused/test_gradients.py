@@ -244,8 +244,8 @@ def test_an_operator_agrees_with_its_shapes_and_changes_nothing(device: str) -> 
         leaves += [normal(3, 8, 32).bfloat16(), normal(3, 8), normal(3, 8)]
     x = torch.nn.functional.pad(normal(24, 6), (0, 10))
     checks = ("test_schema", "test_faketensor")
-    library.opcheck(trunk.forward, (x, leaves, 1e-5), test_utils=checks)
-    kept = trunk.forward(x, leaves, 1e-5)
+    library.opcheck(trunk.forward, (x, leaves, 1e-5, 2), test_utils=checks)
+    kept = trunk.forward(x, leaves, 1e-5, 2)
     dh = normal(2, 7, 8).bfloat16()
     library.opcheck(trunk.backward, (dh, x, leaves, kept), test_utils=checks)
     library.opcheck(trunk.backward_block, (dh, leaves, kept, 1), test_utils=checks)
