@@ -50,8 +50,8 @@ class Settings:
     eval_every: int = cli.option(10_000, "Environment steps between two evaluations.")
     eval_episodes: int = cli.option(10, "Episodes of an evaluation, of each seed.")
     products: str = cli.option(
-        "float32",
-        "Matrix products: FP32 as published (without mixed precision), TF32, BF16.",
+        "tf32",
+        "Matrix products on a GPU: TF32, which the published runs allow, FP32, BF16.",
         choices=("float32", "tf32", "bfloat16"),
     )
     device: str = cli.option("cpu", "Where learners run.", choices=("cpu", "cuda"))
@@ -67,6 +67,8 @@ def jobs(settings: Settings) -> list[Job]:
 
     tasks = [name for name in settings.tasks.split(",") if name] or list(TASKS[:1] if settings.wire else TASKS)
     ranks = 2 if settings.wire else 1
+    # A CPU has no TF32.
+    products = "float32" if (settings.products, settings.device) == ("tf32", "cpu") else settings.products
     steps = settings.env_steps or (50_000 if settings.wire else 100_000)
     deadline = time.time() + settings.budget_s if settings.budget_s else float("inf")
     found = []
@@ -76,14 +78,13 @@ def jobs(settings: Settings) -> list[Job]:
             config = TrainConfig(
                 task=task, sim="gym", num_seeds=settings.seeds or (3 if settings.wire else 5), env_steps=steps,
                 updates_per_step=ranks, replay_capacity=max(steps, 10_000) // ranks, device=settings.device,
-                compute_dtype="bfloat16" if settings.products == "bfloat16" else "float32",
+                compute_dtype="bfloat16" if products == "bfloat16" else "float32",
                 dp_gradient_wire_dtype=wire, compile="true" if settings.compile else "false",
                 eval_every=settings.eval_every, eval_episodes=settings.eval_episodes, **sizes,
             )  # fmt: skip
-            variant = f"{wire} wire" if settings.wire else settings.products
-            path = Path(settings.out) / f"{task}-{wire}.csv"
-            tf32 = settings.products == "tf32"
-            found.append(Job(config, path, variant, ranks, tf32, settings.evaluators, deadline))
+            variant = f"{wire} wire" if settings.wire else products
+            path = Path(settings.out) / f"{task}-{variant.split()[0]}.csv"
+            found.append(Job(config, path, variant, ranks, products == "tf32", settings.evaluators, deadline))
     return found
 
 
