@@ -79,7 +79,7 @@ def build(settings: Settings, config: SACConfig, across: Collectives, rank: int)
 
 
 def wire_bytes(config: SACConfig, state: SACState) -> int:
-    """Returns the bytes that one rank hands to the all-reduces of gradients in one cycle."""
+    """Returns the bytes of gradients, with a sentinel a group, that one rank hands to all-reduces in one cycle."""
     total, actors = 0, -(-config.updates_per_step // config.actor_update_period)
     for name, updates in (("critic", config.updates_per_step), ("actor", actors), ("temperature", actors)):
         layout = wire.layout(getattr(state, name).params, config.dp_gradient_wire_dtype)

@@ -91,9 +91,9 @@ def make_learner(
     across = collectives or single()
     updates = make_updates(config, spec, across, fused)
     regions = _Regions(updates, across, reserved)
-    # The same kernels, those of many ranks, without a reduction, which a rank would wait in.
+    # The same kernels, those of a group, without a reduction, which a rank would wait in.
     deaf = over_sums(across.size, lambda x: x, lambda x: x)
-    alone = _Regions(make_updates(config, spec, deaf, fused), deaf, reserved) if across.size > 1 else regions
+    alone = _Regions(make_updates(config, spec, deaf, fused), deaf, reserved) if across.begin is not None else regions
 
     def built(name: str) -> Region:
         wrapped = wrap(getattr(regions, name))

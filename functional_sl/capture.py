@@ -271,6 +271,8 @@ class Captured:
         self, inputs: tuple[tree.Tree, ...], static: dict[str, Hashable]
     ) -> tuple[torch.cuda.CUDAGraph, tree.Tree]:
         stream = streams.stream(torch.cuda.current_device(), "capture")
+        if stream is None:
+            raise RuntimeError("every stream of the device is a branch of another graph already; close some")
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(self.WARM_UPS):

@@ -53,7 +53,7 @@ def matrices(x: torch.Tensor) -> torch.Tensor:
 
 def suits_hopper(*tensors: torch.Tensor) -> bool:
     """Tells whether tensors on a Hopper GPU are of one half type and lie as kernels that are tuned for it load them."""
-    return all(
+    return torch.version.hip is None and all(
         x.is_cuda
         and torch.cuda.get_device_capability(x.device)[0] == 9
         and x.dtype in (torch.bfloat16, torch.float16)

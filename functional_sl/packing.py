@@ -49,7 +49,8 @@ def _leaves(layout: wire.Layout, gradients: Tree) -> list[Tensor]:
 class Parts:
     """A group that travels in parts, the last leaves first, each as soon as its gradients are known.
 
-    Every part has a sentinel of its own. What travels in one type is summed to the bits of the group in one.
+    Every part has a sentinel of its own. In one type the parts come to the whole group, to the bit over two ranks, over
+    more to the order of the sums.
     """
 
     def __init__(self, layout: wire.Layout, begin: wire.Begin) -> None:

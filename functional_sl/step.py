@@ -90,7 +90,7 @@ def make_step(
         micro-batch to the next.
       gradient: `(params, stats, *inputs, send) -> (gradients, value, Aux)` in place of `torch.func.grad` of `loss`,
         where one is written out; its inputs may be other ones, and the types of its leaves such as the parameters'
-        holds. With several ranks `send` is `packing.Parts.send`, by which it may hand over the last leaves while it
+        holds. In a group of ranks `send` is `packing.Parts.send`, by which it may hand over the last leaves while it
         computes the others, else None. Without accumulation, scale and `vmap` only.
 
     Returns:
@@ -121,7 +121,7 @@ def make_step(
             grads, value, aux = _accumulate(loss, accumulation, state, inputs, scale)
             layout = layout_of(grads)
             packed = wire.pack(layout, grads, wire.sentinel(value, grads))
-        elif across.size > 1:
+        elif across.begin is not None:
             parts = packing.Parts(layout_of(state.params), across.begin)
             grads, value, aux = written(state, inputs, scale, parts.send)
             mean, sentinel, own = parts.finish(grads, value)
@@ -144,7 +144,7 @@ def make_step(
 
     def gradients(state: StepState, *inputs: tree.Tree, scale: Tensor | None = None) -> tuple[tree.Tree, Tensor, Aux]:
         layout = layout_of(state.params)
-        if gradient is None or across.size > 1 or layout.travels_as != layout.dtype:
+        if gradient is None or across.begin is not None or layout.travels_as != layout.dtype:
             mean, ok, aux = average(state, *inputs, scale=scale)
             return wire.unpack(mean, state.params), ok, aux
         # Nothing travels, so nothing is packed.

@@ -7,6 +7,7 @@ what is read there for so long.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
@@ -14,6 +15,9 @@ from typing import TypeVar
 import torch
 
 A, B = TypeVar("A"), TypeVar("B")
+
+_depth: contextvars.ContextVar[int] = contextvars.ContextVar("depth", default=0)  # of branches within branches
+_given: set[tuple[int, int]] = set()  # devices and streams that have a role
 
 
 def side_by_side(first: Callable[[], A], second: Callable[[], B], device: torch.device) -> tuple[A, B]:
@@ -35,21 +39,27 @@ def all_side_by_side(functions: Sequence[Callable[[], A]], device: torch.device)
     """Returns what functions return that need nothing of each other; see `side_by_side`.
 
     Args:
-      functions: each makes one result; the last one's kernels are launched on the current stream.
+      functions: each makes one result; the last one's kernels are launched on the current stream, and so are those of
+        others if there are more than the device has streams.
       device: on which all compute.
     """
     if device.type != "cuda":
         return [function() for function in functions]
-    here, results = torch.cuda.current_stream(device), []
+    here, depth, results = torch.cuda.current_stream(device), _depth.get(), []
     # A branch within a branch has streams of its own: what one gives back another must not overwrite.
-    names = [f"branch {i} of {here.cuda_stream}" for i in range(len(functions) - 1)]
-    branches = [stream(here.device.index, name) for name in names]
-    for function, branch in zip(functions, [*branches, here], strict=True):
-        branch.wait_stream(here)
-        with torch.cuda.stream(branch):
-            results.append(function())
-    for branch in branches:
-        here.wait_stream(branch)
+    roles = [f"branch {i} of {here.cuda_stream} at {depth}" for i in range(len(functions) - 1)]
+    branches = [stream(here.device.index, role) or here for role in roles]
+    token = _depth.set(depth + 1)
+    try:
+        for function, branch in zip(functions, [*branches, here], strict=True):
+            branch.wait_stream(here)
+            with torch.cuda.stream(branch):
+                results.append(function())
+    finally:
+        _depth.reset(token)
+        # After an error too: a capture that ends with a branch unjoined would tell of that alone.
+        for branch in branches:
+            here.wait_stream(branch)
     return results
 
 
@@ -60,11 +70,12 @@ def aside(device: torch.device) -> Iterator[Callable[..., A]]:
     On a GPU what they launch waits for what was launched before, and nothing in the block waits for it. The tensors
     that they read are held, and must not be written, until the end of the block.
     """
-    if device.type != "cuda":
+    here = torch.cuda.current_stream(device) if device.type == "cuda" else None
+    branch = here and stream(here.device.index, f"aside of {here.cuda_stream}")
+    if branch is None:
         yield lambda function, *tensors: function(*tensors)
         return
-    here, held = torch.cuda.current_stream(device), []
-    branch = stream(here.device.index, f"aside of {here.cuda_stream}")
+    held = []
 
     def call(function: Callable[..., A], *tensors: torch.Tensor) -> A:
         held.append(tensors)
@@ -72,12 +83,21 @@ def aside(device: torch.device) -> Iterator[Callable[..., A]]:
         with torch.cuda.stream(branch):
             return function(*tensors)
 
-    yield call
-    if held:
-        here.wait_stream(branch)
+    try:
+        yield call
+    finally:
+        if held:
+            here.wait_stream(branch)
 
 
 @functools.cache
-def stream(device: int, role: str) -> torch.cuda.Stream:
-    """Returns the one stream of a role on a device: cuBLAS keeps 32 MiB for every stream that it has seen."""
-    return torch.cuda.Stream(device)
+def stream(device: int, role: str) -> torch.cuda.Stream | None:
+    """Returns the one stream of a role on a device, or None when each of the device's has a role.
+
+    torch hands out the same 32 in turn, and cuBLAS keeps 32 MiB for every one that it has seen.
+    """
+    found = torch.cuda.Stream(device)
+    if (device, found.cuda_stream) in _given:
+        return None
+    _given.add((device, found.cuda_stream))
+    return found

@@ -110,7 +110,7 @@ class Gradients:
         """
         loss, lying = self.losses, inputs.batch(batch)
         x, batch = lying.critic_input(policy.action), lying.transition()
-        leaves = list(copies) or aligned([params.trunk, target.trunk], _products(loss.dtype, x))
+        leaves = list(copies) or aligned([params.trunk, target.trunk], products(loss.dtype, x))
         mean, inverse_std, *_, h = kept = trunk.forward(x, leaves, BN_EPS, params.b.shape[0])
         of_online = moved(stats.online, mean[:2], inverse_std[:2], x.shape[0])
         of_target = moved(stats.target, mean[2:], inverse_std[2:], x.shape[0])
@@ -134,7 +134,7 @@ class Gradients:
         # The next observations share the batch statistics, not the loss.
         x, batch = lying.actor_input(), lying.transition()
         rows, stacked = batch.reward.shape[0], tree.map(lambda leaf: leaf.unsqueeze(0), params.trunk)
-        leaves = list(copies) or aligned([stacked], _products(self.losses.dtype, x))
+        leaves = list(copies) or aligned([stacked], products(self.losses.dtype, x))
         kept = trunk.forward(x, leaves, BN_EPS, 1)
         raw, tape = actor_head.forward(kept[-1][:, :rows], params, x.dtype)
         policy = _sample(raw, noise[:rows])
@@ -159,7 +159,7 @@ class Gradients:
         `critic_copies` are those that `critic` takes.
         """
         loss, batch = self.losses, inputs.batch(batch).transition()
-        rows, dtype = batch.reward.shape[0], _products(loss.dtype, forward.inputs)
+        rows, dtype = batch.reward.shape[0], products(loss.dtype, forward.inputs)
         mean, inverse_std, *_, h = forward.kept
         stacked, old = tree.map(lambda leaf: leaf.unsqueeze(0), (params.trunk, stats))
         new = moved(old, mean, inverse_std, forward.inputs.shape[0])
@@ -199,13 +199,13 @@ class Gradients:
         """Returns what `losses.next_policy` comes to; arguments as there, and `copies` as `actor` takes them."""
         x = inputs.batch(batch).transition().next_observation.actor
         stacked = tree.map(lambda leaf: leaf.unsqueeze(0), (actor.trunk, stats))
-        weights = list(copies) or aligned([stacked[0]], _products(self.losses.dtype, x))
+        weights = list(copies) or aligned([stacked[0]], products(self.losses.dtype, x))
         h = frozen_critics.activations(*stacked, weights, x)
         return _sample(actor_head.forward(h, actor, x.dtype)[0], noise)
 
 
-def _products(dtype: torch.dtype, x: Tensor) -> torch.dtype:
-    """Returns the type of the products; float64 inputs stay float64, for tests in higher precision."""
+def products(dtype: torch.dtype, x: Tensor) -> torch.dtype:
+    """Returns the type of the products for tensors like x; float64 ones stay float64, for tests in higher precision."""
     return x.dtype if dtype == torch.float32 else dtype
 
 

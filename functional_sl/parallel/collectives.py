@@ -29,7 +29,7 @@ class Collectives(NamedTuple):
     """What a step needs of the other ranks: their number, reductions and a gathering."""
 
     size: int
-    begin: Begin  # a packed gradient group, or a part of one, on its way
+    begin: Begin | None  # a packed gradient group, or a part of one, on its way; None where nothing travels
     reduce: Reduce  # a packed gradient group: mean of the gradients, sum of the sentinels
     sum: Callable[[Tensor], Tensor]  # a float32, float64 or int64 tensor of any shape, in its own dtype
     gather: Callable[[Tensor], Tensor]  # a tensor [...] of every rank, by rank: [size, ...]
@@ -37,7 +37,7 @@ class Collectives(NamedTuple):
 
 def single() -> Collectives:
     """Returns the collectives of one rank alone, which touch no process group."""
-    return over_sums(1, lambda x: x, lambda x: x.unsqueeze(0))._replace(reduce=identity)
+    return over_sums(1, lambda x: x, lambda x: x.unsqueeze(0))._replace(begin=None, reduce=identity)
 
 
 def over_sums(

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
-_LIBRARIES = ("torch", "numpy", "optree", "safetensors", "functional-sac")
+_LIBRARIES = ("torch", "triton", "numpy", "optree", "safetensors", "functional-sac")
 
 
 def canonical(value: Any, what: str) -> str:
