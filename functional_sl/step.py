@@ -8,6 +8,7 @@ what travels between ranks.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -99,72 +100,94 @@ def make_step(
     """
     if gradient is not None and accumulation > 1:
         raise ValueError(f"accumulation={accumulation}: a gradient that is written out takes one batch")
-    across = collectives or single()
-    layouts: dict[tuple, wire.Layout] = {}  # naming the leaves anew takes as long as packing them
+    maker = _Maker(loss, transform, collectives or single(), wire_dtype, project, accumulation, gradient, {})
+    return Step(maker.init, maker.update, maker.gradients)
 
-    def layout_of(grads: tree.Tree) -> wire.Layout:
-        if torch.compiler.is_compiling():
-            return wire.layout(grads, wire_dtype)
-        leaves, structure = tree.flatten(grads)
-        key = (structure, *((leaf.shape, leaf.dtype) for leaf in leaves))
-        if key not in layouts:
-            layouts[key] = wire.layout(grads, wire_dtype)
-        return layouts[key]
 
-    def init(params: tree.Tree, stats: tree.Tree = ()) -> StepState:
+@dataclasses.dataclass(frozen=True)
+class _Maker:
+    """What `make_step` was given, and the functions that it returns."""
+
+    loss: Loss
+    transform: optim.Transform
+    across: Collectives
+    wire_dtype: str
+    project: Callable[[tree.Tree], tree.Tree] | None
+    accumulation: int
+    gradient: Gradient | None
+    layouts: dict[tuple, wire.Layout]  # met so far: naming the leaves anew takes as long as packing them
+
+    def init(self, params: tree.Tree, stats: tree.Tree = ()) -> StepState:
         device = tree.leaves(params)[0].device
         params, stats = tree.clone((params, stats))
-        return StepState(params, stats, transform.init(_ravel(params)), gate.init(device))
+        return StepState(params, stats, self.transform.init(_ravel(params)), gate.init(device))
 
-    def average(state: StepState, *inputs: tree.Tree, scale: Tensor | None = None) -> tuple[Tensor, Tensor, Aux]:
-        if gradient is None:
-            grads, value, aux = _accumulate(loss, accumulation, state, inputs, scale)
-            layout = layout_of(grads)
+    def update(
+        self, state: StepState, *inputs: tree.Tree, scale: Tensor | None = None
+    ) -> tuple[StepState, Tensor, Aux]:
+        mean, ok, aux = self._mean(state, inputs, scale)
+        selected = tree.where(ok, self._apply(state, mean, aux), (state.params, state.stats, state.opt))
+        return StepState(*selected, gate.update(state.gate, ok)), ok, aux
+
+    def gradients(
+        self, state: StepState, *inputs: tree.Tree, scale: Tensor | None = None
+    ) -> tuple[tree.Tree, Tensor, Aux]:
+        layout = self._layout(state.params)
+        if self.gradient is None or self.across.begin is not None or layout.travels_as != layout.dtype:
+            mean, ok, aux = self._mean(state, inputs, scale)
+            return wire.unpack(mean, state.params), ok, aux
+        # Nothing travels, so nothing is packed.
+        grads, value, aux = self._written(state, inputs, scale)
+        sentinel = packing.sentinel(layout, grads, value)
+        return grads, sentinel == 0, aux._replace(sentinel=sentinel)
+
+    def _mean(
+        self, state: StepState, inputs: tuple[tree.Tree, ...], scale: Tensor | None
+    ) -> tuple[Tensor, Tensor, Aux]:
+        """Returns the gradient [P] over ranks and micro-batches, the gate's answer, and what the loss returned."""
+        if self.gradient is None:
+            grads, value, aux = _accumulate(self.loss, self.accumulation, state, inputs, scale)
+            layout = self._layout(grads)
             packed = wire.pack(layout, grads, wire.sentinel(value, grads))
-        elif across.begin is not None:
-            parts = packing.Parts(layout_of(state.params), across.begin)
-            grads, value, aux = written(state, inputs, scale, parts.send)
+        elif self.across.begin is not None:
+            parts = packing.Parts(self._layout(state.params), self.across.begin)
+            grads, value, aux = self._written(state, inputs, scale, parts.send)
             mean, sentinel, own = parts.finish(grads, value)
-            return mean, gate.is_open(mean, sentinel), Aux(aux.stats, aux.metrics, own)
+            return mean, gate.is_open(mean, sentinel), aux._replace(sentinel=own)
         else:
-            grads, value, aux = written(state, inputs, scale)
-            layout = layout_of(state.params)
+            grads, value, aux = self._written(state, inputs, scale)
+            layout = self._layout(state.params)
             packed = packing.pack(layout, grads, value)
-        reduced = across.reduce(packed, layout)
+        reduced = self.across.reduce(packed, layout)
         # What has not travelled is what the sentinel has seen.
         ok = packed[-1] == 0 if reduced is packed else gate.is_open(reduced[:-1], reduced[-1])
-        return reduced[:-1], ok, Aux(aux.stats, aux.metrics, packed[-1])
+        return reduced[:-1], ok, aux._replace(sentinel=packed[-1])
 
-    def written(
-        state: StepState, inputs: tuple, scale: Tensor | None, send: Callable[..., None] | None = None
+    def _written(
+        self,
+        state: StepState,
+        inputs: tuple[tree.Tree, ...],
+        scale: Tensor | None,
+        send: Callable[[list[Tensor], Tensor], None] | None = None,
     ) -> tuple[tree.Tree, Tensor, Aux]:
         if scale is not None:
             raise ValueError("scale: a gradient that is written out knows no loss scale")
-        return gradient(state.params, state.stats, *inputs, send=send)
+        return self.gradient(state.params, state.stats, *inputs, send=send)
 
-    def gradients(state: StepState, *inputs: tree.Tree, scale: Tensor | None = None) -> tuple[tree.Tree, Tensor, Aux]:
-        layout = layout_of(state.params)
-        if gradient is None or across.begin is not None or layout.travels_as != layout.dtype:
-            mean, ok, aux = average(state, *inputs, scale=scale)
-            return wire.unpack(mean, state.params), ok, aux
-        # Nothing travels, so nothing is packed.
-        grads, value, aux = written(state, inputs, scale)
-        sentinel = packing.sentinel(layout, grads, value)
-        return grads, sentinel == 0, Aux(aux.stats, aux.metrics, sentinel)
-
-    def update(state: StepState, *inputs: tree.Tree, scale: Tensor | None = None) -> tuple[StepState, Tensor, Aux]:
-        mean, ok, aux = average(state, *inputs, scale=scale)
-        new = _apply(state, mean, aux)
-        selected = tree.where(ok, new, (state.params, state.stats, state.opt))
-        return StepState(*selected, gate.update(state.gate, ok)), ok, aux
-
-    def _apply(state: StepState, gradient: Tensor, aux: Aux) -> tuple[tree.Tree, tree.Tree, tree.Tree]:
+    def _apply(self, state: StepState, gradient: Tensor, aux: Aux) -> tuple[tree.Tree, tree.Tree, tree.Tree]:
         flat = _ravel(state.params)
-        updates, opt = transform.update(gradient, state.opt, flat)
+        updates, opt = self.transform.update(gradient, state.opt, flat)
         params = wire.unpack(flat + updates, state.params)
-        return (project(params) if project else params), aux.stats, opt
+        return (self.project(params) if self.project else params), aux.stats, opt
 
-    return Step(init, update, gradients)
+    def _layout(self, grads: tree.Tree) -> wire.Layout:
+        if torch.compiler.is_compiling():
+            return wire.layout(grads, self.wire_dtype)
+        leaves, structure = tree.flatten(grads)
+        key = (structure, *((leaf.shape, leaf.dtype) for leaf in leaves))
+        if key not in self.layouts:
+            self.layouts[key] = wire.layout(grads, self.wire_dtype)
+        return self.layouts[key]
 
 
 def _accumulate(

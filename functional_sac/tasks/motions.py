@@ -11,7 +11,7 @@ from functional_sac.tasks import sampling
 from functional_sac.tasks.sampling import Sampling
 from functional_sac.tasks.task import Outcome, Start
 from functional_sac.tasks.tracking_terms import ANCHOR, BODIES, ROOT, Reference
-from functional_sl.motions.library import MotionLibrary
+from functional_sl.motions import library as libraries
 from functional_sl.sim import rotation
 from functional_sl.sim.contract import RobotModel
 
@@ -32,7 +32,7 @@ class Own(NamedTuple):
 class Motions:
     """The frames of all clips as rows, and where episodes begin in them."""
 
-    def __init__(self, model: RobotModel, library: MotionLibrary, fps: float, mode: str) -> None:
+    def __init__(self, model: RobotModel, library: libraries.MotionLibrary, fps: float, mode: str) -> None:
         """Takes what `tracking.make` takes."""
         self._model, self._fps, self._mode = model, fps, mode
         bodies = torch.tensor(model.bodies(*BODIES), device=library.qpos.device)

@@ -19,7 +19,7 @@ from functional_sac.tasks.motions import Motions, Own
 from functional_sac.tasks.sampling import Sampling
 from functional_sac.tasks.task import Part, RobotTask, Term
 from functional_sac.tasks.tracking_terms import ANCHOR, BODIES, Scene, Seen
-from functional_sl.motions.library import MotionLibrary
+from functional_sl.motions import library as libraries
 from functional_sl.sim import rotation, sensors
 from functional_sl.sim.contract import RobotModel, SimState
 
@@ -121,7 +121,11 @@ def observation_table(preset: str, joints: int) -> tuple[tuple[Part, ...], tuple
 
 
 def make(
-    model: RobotModel, library: MotionLibrary, preset: str = "unilab", mode: str = "adaptive", fps: float = 50.0
+    model: RobotModel,
+    library: libraries.MotionLibrary,
+    preset: str = "unilab",
+    mode: str = "adaptive",
+    fps: float = 50.0,
 ) -> RobotTask:
     """Returns the task.
 
@@ -177,7 +181,7 @@ def make(
     )
 
 
-def _check(model: RobotModel, library: MotionLibrary, fps: float) -> None:
+def _check(model: RobotModel, library: libraries.MotionLibrary, fps: float) -> None:
     rate = 1.0 / model.control_dt
     if abs(fps - rate) > 1e-3 * rate:
         raise ValueError(f"the motions have {fps:g} frames a second; {model.name} is controlled at {rate:g}")

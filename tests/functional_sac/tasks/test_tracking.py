@@ -17,7 +17,6 @@ from functional_sac.tasks.task import Outcome
 from functional_sl import keys
 from functional_sl.motions import library as libraries
 from functional_sl.motions.clip import MotionClip
-from functional_sl.motions.library import MotionLibrary
 from functional_sl.sim import rotation
 from functional_sl.sim.contract import RobotModel
 from functional_sl.sim.robots import g1, robot
@@ -31,7 +30,7 @@ def model() -> RobotModel:
 
 
 @pytest.fixture(scope="module")
-def library() -> MotionLibrary:
+def library() -> libraries.MotionLibrary:
     """Two clips: one stands at the origin, one at x = 2 m."""
     built = g1.robot()
     pose = torch.tensor(built.default_qpos)
@@ -48,7 +47,7 @@ ACTOR = [58, 3, 6, 3, 3, 29, 29, 29]
     [("unilab", [0, 0, 0, 0.1, 0.2, 0.01, 1.5, 0], 129), ("beyondmimic", [0, 0.25, 0.05, 0.5, 0.2, 0.01, 0.5, 0], 126)],
 )
 def test_the_observation_table(
-    model: RobotModel, library: MotionLibrary, preset: str, noise: list[float], privileged: int
+    model: RobotModel, library: libraries.MotionLibrary, preset: str, noise: list[float], privileged: int
 ) -> None:
     task = tracking.make(model, library, preset)
     assert [part.size for part in task.actor] == ACTOR
@@ -69,7 +68,7 @@ def test_the_reward_tables(model: RobotModel) -> None:
     assert mimic.keys() - unilab.keys() == {"touching_bodies"}
 
 
-def test_action_scales(model: RobotModel, library: MotionLibrary) -> None:
+def test_action_scales(model: RobotModel, library: libraries.MotionLibrary) -> None:
     """A quarter of effort over stiffness: 0.25 * 88 / 40.179 = 0.5475 at the hip's pitch."""
     assert tracking.make(model, library).action_scale.tolist() == [2.0] * 29
     found = dict(
@@ -81,7 +80,7 @@ def test_action_scales(model: RobotModel, library: MotionLibrary) -> None:
     assert torch.allclose(one, model.default_joint_pos + 1.0)
 
 
-def test_a_start_lies_about_its_frame(model: RobotModel, library: MotionLibrary) -> None:
+def test_a_start_lies_about_its_frame(model: RobotModel, library: libraries.MotionLibrary) -> None:
     task = tracking.make(model, library)
     uniform = keys.uniform(keys.key(0), (500, task.start_draws))
     own, qpos, qvel = task.start(task.shared(), uniform)
@@ -105,7 +104,7 @@ def test_a_start_lies_about_its_frame(model: RobotModel, library: MotionLibrary)
     assert not qvel[:, 6:].any()
 
 
-def test_numbers_in_the_middle_start_exactly_on_the_frame(model: RobotModel, library: MotionLibrary) -> None:
+def test_numbers_in_the_middle_start_exactly_on_the_frame(model: RobotModel, library: libraries.MotionLibrary) -> None:
     task = tracking.make(model, library, mode="start")
     uniform = torch.full((2, task.start_draws), 0.5)
     uniform[:, 0] = torch.tensor([0.1, 0.9])
@@ -115,7 +114,7 @@ def test_numbers_in_the_middle_start_exactly_on_the_frame(model: RobotModel, lib
     assert not qvel.any()
 
 
-def test_a_clip_ends_in_time(model: RobotModel, library: MotionLibrary) -> None:
+def test_a_clip_ends_in_time(model: RobotModel, library: libraries.MotionLibrary) -> None:
     """An episode from frame 57 of 0 .. 59 is judged by the frames 57, 58 and 59."""
     task = tracking.make(model, library)
     own = Own(*(torch.tensor([x]) for x in (57, 57, 59)))
@@ -129,14 +128,16 @@ def test_a_clip_ends_in_time(model: RobotModel, library: MotionLibrary) -> None:
 
 
 @pytest.mark.parametrize(("mode", "moves"), [("adaptive", True), ("uniform", False)])
-def test_only_adaptive_sampling_learns(model: RobotModel, library: MotionLibrary, mode: str, moves: bool) -> None:
+def test_only_adaptive_sampling_learns(
+    model: RobotModel, library: libraries.MotionLibrary, mode: str, moves: bool
+) -> None:
     task = tracking.make(model, library, mode=mode)
     yes, own = torch.tensor([True]), Own(*(torch.tensor([x]) for x in (0, 0, 59)))
     found: Sampling = task.learn(task.shared(), own, Outcome(yes, yes, torch.tensor([1])))
     assert found.failures.tolist() == pytest.approx([0.001 * moves, 0.0, 0.0])
 
 
-def test_a_library_that_does_not_fit_is_refused(model: RobotModel, library: MotionLibrary) -> None:
+def test_a_library_that_does_not_fit_is_refused(model: RobotModel, library: libraries.MotionLibrary) -> None:
     with pytest.raises(ValueError, match="30 frames a second; g1 is controlled at 50"):
         tracking.make(model, library, fps=30.0)
     with pytest.raises(ValueError, match=r"the motions have \(36, 29\) positions and bodies; g1 has \(36, 30\)"):
