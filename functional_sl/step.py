@@ -139,7 +139,7 @@ class _Maker:
         # Nothing travels, so nothing is packed.
         grads, value, aux = self._written(state, inputs, scale)
         sentinel = packing.sentinel(layout, grads, value)
-        return grads, sentinel == 0, aux._replace(sentinel=sentinel)
+        return grads, sentinel == 0, Aux(aux.stats, aux.metrics, sentinel)
 
     def _mean(
         self, state: StepState, inputs: tuple[tree.Tree, ...], scale: Tensor | None
@@ -153,7 +153,7 @@ class _Maker:
             parts = packing.Parts(self._layout(state.params), self.across.begin)
             grads, value, aux = self._written(state, inputs, scale, parts.send)
             mean, sentinel, own = parts.finish(grads, value)
-            return mean, gate.is_open(mean, sentinel), aux._replace(sentinel=own)
+            return mean, gate.is_open(mean, sentinel), Aux(aux.stats, aux.metrics, own)
         else:
             grads, value, aux = self._written(state, inputs, scale)
             layout = self._layout(state.params)
@@ -161,7 +161,7 @@ class _Maker:
         reduced = self.across.reduce(packed, layout)
         # What has not travelled is what the sentinel has seen.
         ok = packed[-1] == 0 if reduced is packed else gate.is_open(reduced[:-1], reduced[-1])
-        return reduced[:-1], ok, aux._replace(sentinel=packed[-1])
+        return reduced[:-1], ok, Aux(aux.stats, aux.metrics, packed[-1])
 
     def _written(
         self,
