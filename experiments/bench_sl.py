@@ -2,19 +2,23 @@
 
     python -m experiments.bench_sl
     torchrun --standalone --nproc-per-node=2 -m experiments.bench_sl --device=cpu
-    python -m experiments.bench_sl --size=paper --device=cuda --compile
-    python -m experiments.bench_sl --recipe=rwm
+    python -m experiments.bench_sl --size=paper --device=cuda --compile=both
+    python -m experiments.bench_sl --recipe=rwm --size=paper --batch_size=1024 --device=cuda --compile=module
+
+Compiling `rwm` here takes minutes, since its forecasts are unrolled: there the module alone may be compiled.
 
 Both train the recipe's model (by default NeRD's transformer on the analytic cartpole) from the same parameters. First
 they take the same batches, and their losses must agree to `--tolerance`, relative; then each is timed with a sampler
-of its own kind.
+of its own kind, and every rate is told as soon as it is known.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
+import sys
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -36,6 +40,7 @@ from functional_sl.training.config import TrainConfig
 
 LEARNING_RATE, CLIP_NORM = 1e-3, 1.0
 WARM_UPS = 5
+COMPILED = ("none", "module", "both")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +54,9 @@ class Settings:
     updates: int = cli.option(30, "Timed updates of each.")
     tolerance: float = cli.option(5e-4, "Largest relative difference of a loss; a GPU adds in another order.")
     device: str = cli.option("auto", "Where both run.", choices=("auto", "cpu", "cuda"))
-    compile: bool = cli.option(False, "Compile both: the whole update here, the module and its loss there.")
+    compile: str = cli.option(
+        "none", "What is compiled too: the module with its loss, or also the whole update.", choices=COMPILED
+    )
 
     def __post_init__(self) -> None:
         """Raises ValueError for a size that the recipe does not have."""
@@ -154,18 +161,36 @@ def modular_rate(setting: Setting, here: World, settings: Settings, compiled: bo
     )
 
 
+def ways(setting: Setting, here: World, settings: Settings) -> dict[str, Callable[[], float]]:
+    """Returns how to find the updates a second of every way of taking one."""
+    functional_ways = {"eager": (False, False)}
+    if settings.compile == "both":
+        functional_ways["compiled"] = (True, False)
+    if here.device.type == "cuda":
+        functional_ways["captured"] = (False, True)
+        if settings.compile == "both":
+            functional_ways["compiled_captured"] = (True, True)
+    modes = [False] if settings.compile == "none" else [False, True]
+    return {
+        f"functional_{name}": functools.partial(functional_rate, setting, here, settings, *how)
+        for name, how in functional_ways.items()
+    } | {
+        f"module_{'compiled' if compiled else 'eager'}": functools.partial(
+            modular_rate, setting, here, settings, compiled
+        )
+        for compiled in modes
+    }
+
+
 def measure(settings: Settings, here: World) -> dict[str, Any]:
     """Compares, then times every way of taking an update."""
     setting = prepare(settings, here)
     largest = max(gather(here, compare(setting, here, settings)))
-    ways = {"eager": (False, False)}
-    if settings.compile:
-        ways["compiled"] = (True, False)
-    if here.device.type == "cuda":
-        ways["captured"] = (settings.compile, True)
-    rates = {f"functional_{name}": functional_rate(setting, here, settings, *how) for name, how in ways.items()}
-    modes = [False, True] if settings.compile else [False]
-    rates |= {f"module_{'compiled' if c else 'eager'}": modular_rate(setting, here, settings, c) for c in modes}
+    rates = {}
+    for name, rate_of in ways(setting, here, settings).items():
+        rates[name] = round(rate_of(), 2)
+        if here.rank == 0:
+            print(f"{name}: {rates[name]} updates/s", file=sys.stderr, flush=True)
     return {
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if here.device.type == "cuda" else "cpu",
@@ -174,7 +199,7 @@ def measure(settings: Settings, here: World) -> dict[str, Any]:
         **dataclasses.asdict(settings),
         "parameters": tree.size(setting.state.step.params),
         "largest_difference": largest,
-        "updates_per_s": {name: round(value, 2) for name, value in rates.items()},
+        "updates_per_s": rates,
     }
 
 
