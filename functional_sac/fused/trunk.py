@@ -28,15 +28,15 @@ def forward(x: Tensor, leaves: list[Tensor], eps: float, trained: int) -> list[T
       trained: M, how many networks `backward` will be for, the first ones.
 
     Returns:
-      mean and inverse standard deviation [N, S] of all batch norms; y [N, B, K], the normalised input, and h [N, B, H];
-      then of every block the norms' inputs and outputs, [N, B, 4H], of the first networks [M, B, 4H], and [N, B, H]
-      twice. The last one is the trunk's output.
+      mean and inverse standard deviation [N, S] of all batch norms; z [1, B, W], see `batch_norm.common`, and
+      h [N, B, H]; then of every block the norms' inputs and outputs, [N, B, 4H], of the first networks [M, B, 4H], and
+      [N, B, H] twice. The last one is the trunk's output.
     """
     scale, bias, w = leaves[:INPUT]
     kept = _moments(leaves)
     norms = _by_norm(*kept, leaves)
-    y = batch_norm.common(x, scale, bias, *next(norms), w.dtype, eps)
-    kept += [y, torch.bmm(y, w.mT)]
+    y, z = batch_norm.common(x, scale, bias, *next(norms), w.dtype, eps)
+    kept += [z, torch.bmm(y, w.mT)]
     for of_block in _by_block(leaves[INPUT:], LEAVES):
         kept += batch_norm_chain.forward(kept[-1], of_block, next(norms), next(norms), eps, trained)
     return kept
@@ -44,9 +44,9 @@ def forward(x: Tensor, leaves: list[Tensor], eps: float, trained: int) -> list[T
 
 @forward.register_fake
 def _(x: Tensor, leaves: list[Tensor], eps: float, trained: int) -> list[Tensor]:
-    w, rows = leaves[INPUT - 1], x.shape[0]
-    networks, outer, features = w.shape
-    sizes = [(networks, features), (networks, outer)]
+    scale, _, w = leaves[:INPUT]
+    (networks, outer, _), rows = w.shape, x.shape[0]
+    sizes = [(1, batch_norm.common_width(scale.shape[1])), (networks, outer)]
     for w1, *_ in _by_block(leaves[INPUT:], LEAVES):
         inner = w1.shape[1]
         sizes += [(networks, inner), (trained, inner), (networks, outer), (networks, outer)]
@@ -69,7 +69,7 @@ def backward(dh: Tensor, x: Tensor, leaves: list[Tensor], kept: list[Tensor]) ->
         for index in reversed(range(blocks(leaves))):
             dh, *of_block = _through_block(dh, whole, leaves, kept, index, later)
             found = of_block + found
-        return _through_input(dh, x, leaves, kept, later) + found
+        return _through_input(dh, leaves, kept) + found
 
 
 @backward.register_fake
@@ -102,8 +102,7 @@ def _(dh: Tensor, leaves: list[Tensor], kept: list[Tensor], index: int) -> list[
 def backward_input(dh: Tensor, x: Tensor, leaves: list[Tensor], kept: list[Tensor]) -> list[Tensor]:
     """Returns the gradients of the input's leaves; arguments as in `backward`, dh [M, B, H] that of the first block."""
     leaves, kept = _of_first(dh.shape[0], leaves, kept)
-    with weight_gradients.later(dh.device) as later:
-        return _through_input(dh, x, leaves, kept, later)
+    return _through_input(dh, leaves, kept)
 
 
 @backward_input.register_fake
@@ -134,12 +133,9 @@ def _through_block(
     return [flow, later(dx, h), *found1, dw2, *found2]
 
 
-def _through_input(
-    dh: Tensor, x: Tensor, leaves: list[Tensor], kept: list[Tensor], later: Callable[[Tensor, Tensor], Tensor]
-) -> list[Tensor]:
-    mean, inverse_std, y, *_ = kept
-    dy, dw = torch.bmm(dh, leaves[INPUT - 1]), later(dh, y)
-    return [*batch_norm.common_backward(dy, x, *next(_by_norm(mean, inverse_std, leaves))), dw]
+def _through_input(dh: Tensor, leaves: list[Tensor], kept: list[Tensor]) -> list[Tensor]:
+    _, _, z, *_ = kept
+    return list(batch_norm.common_backward(dh, z, *leaves[:INPUT]))
 
 
 def _of_first(count: int, *lists: list[Tensor]) -> list[list[Tensor]]:
