@@ -42,7 +42,6 @@ def gradients(params: Trunk, found: list[Tensor], post_scale: Tensor) -> Trunk:
 
 def through_trunk(
     dh: Tensor,
-    x: Tensor,
     leaves: list[Tensor],
     kept: list[Tensor],
     behind: list[Tensor],
@@ -52,20 +51,19 @@ def through_trunk(
 
     Args:
       dh: see `trunk.backward`.
-      x: likewise.
       leaves: likewise.
       kept: likewise.
       behind: the gradients of the leaves behind the blocks, which go with the last block's.
       hand: takes gradients, the last leaves first; or None.
     """
     if hand is None:
-        return trunk.backward(dh, x, leaves, kept)
+        return trunk.backward(dh, leaves, kept)
     found = []
     for index in reversed(range(trunk.blocks(leaves))):
         dh, *of_block = trunk.backward_block(dh, leaves, kept, index)
         hand([*of_block, *(behind if not found else [])])
         found = of_block + found
-    return trunk.backward_input(dh, x, leaves, kept) + found
+    return trunk.backward_input(dh, leaves, kept) + found
 
 
 def moved(stats: Stats, mean: Tensor, inverse_std: Tensor, rows: int) -> Stats:
@@ -118,7 +116,7 @@ class Gradients:
         backup = critic_heads.Backup(batch.reward, batch.terminated, entropy_term, *loss.atoms, loss.discount)
         head = critic_heads.loss(h, params, target, backup)
         hand = None if send is None else lambda leaves: send(leaves, head.loss)
-        of_trunk = through_trunk(head.h, x, leaves, kept, [head.post_scale, head.w, head.b], hand)
+        of_trunk = through_trunk(head.h, leaves, kept, [head.post_scale, head.w, head.b], hand)
         own = gradients(params.trunk, of_trunk, head.post_scale)
         metrics = {"critic_loss": head.loss, "max_entropy_bonus": entropy_term.amax()}
         return Critic(own, head.w, head.b), head.loss, Aux(CriticStats(of_online, of_target), metrics)
@@ -183,7 +181,7 @@ class Gradients:
         dh, post_scale, *heads = actor_head.backward(params, tape, draw)
         behind = [leaf.unsqueeze(0) for leaf in (post_scale, *heads)]
         hand = None if send is None else lambda leaves: send([leaf.squeeze(0) for leaf in leaves], found)
-        of_trunk = through_trunk(dh, forward.inputs, forward.leaves, forward.kept, behind, hand)
+        of_trunk = through_trunk(dh, forward.leaves, forward.kept, behind, hand)
         of_trunk = gradients(stacked, of_trunk, behind[0])
         own, new = tree.map(lambda leaf: leaf.squeeze(0), (of_trunk, new))
         return Actor(own, *heads), found, Aux(new, metrics)

@@ -54,13 +54,12 @@ def _(x: Tensor, leaves: list[Tensor], eps: float, trained: int) -> list[Tensor]
 
 
 @library.custom_op("functional_sac::trunk_backward", mutates_args=())
-def backward(dh: Tensor, x: Tensor, leaves: list[Tensor], kept: list[Tensor]) -> list[Tensor]:
+def backward(dh: Tensor, leaves: list[Tensor], kept: list[Tensor]) -> list[Tensor]:
     """Returns the gradients of the leaves of the first M networks, in their order and float32.
 
     Args:
       dh: [M, C, H], of the first C rows of the trunk's output; those of the others are zero.
-      x: as given to `forward`.
-      leaves: likewise.
+      leaves: as given to `forward`.
       kept: what it returned.
     """
     leaves, kept = _of_first(dh.shape[0], leaves, kept)
@@ -73,7 +72,7 @@ def backward(dh: Tensor, x: Tensor, leaves: list[Tensor], kept: list[Tensor]) ->
 
 
 @backward.register_fake
-def _(dh: Tensor, x: Tensor, leaves: list[Tensor], kept: list[Tensor]) -> list[Tensor]:
+def _(dh: Tensor, leaves: list[Tensor], kept: list[Tensor]) -> list[Tensor]:
     return _like(leaves, dh, kept)
 
 
@@ -99,14 +98,14 @@ def _(dh: Tensor, leaves: list[Tensor], kept: list[Tensor], index: int) -> list[
 
 
 @library.custom_op("functional_sac::trunk_backward_input", mutates_args=())
-def backward_input(dh: Tensor, x: Tensor, leaves: list[Tensor], kept: list[Tensor]) -> list[Tensor]:
+def backward_input(dh: Tensor, leaves: list[Tensor], kept: list[Tensor]) -> list[Tensor]:
     """Returns the gradients of the input's leaves; arguments as in `backward`, dh [M, B, H] that of the first block."""
     leaves, kept = _of_first(dh.shape[0], leaves, kept)
     return _through_input(dh, leaves, kept)
 
 
 @backward_input.register_fake
-def _(dh: Tensor, x: Tensor, leaves: list[Tensor], kept: list[Tensor]) -> list[Tensor]:
+def _(dh: Tensor, leaves: list[Tensor], kept: list[Tensor]) -> list[Tensor]:
     return _like(leaves[:INPUT], dh, kept)
 
 
