@@ -42,3 +42,15 @@ def test_all_of_them_later(device: str, dtype: torch.dtype, networks: int, rows:
     for gradient, (dy, x) in zip(found, pairs, strict=True):
         assert gradient.dtype == torch.float32
         assert torch.equal(gradient.cpu(), torch.einsum("nbo,nbk->nok", dy.float().cpu(), x.float().cpu()))
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("networks", "rows", "widths"), [(2, 12, (8, 6)), (2, 1024, (256, 320)), (1, 192, (128, 64))])
+def test_parts_of_a_shared_input_add_up(
+    device: str, dtype: torch.dtype, networks: int, rows: int, widths: tuple[int, int]
+) -> None:
+    dy, x = whole(0, networks, rows, widths[0]).to(dtype), whole(1, 1, rows, widths[1]).to(dtype)
+    found = weight_gradients.in_parts(dy.to(device), x.to(device))
+    assert (found.shape[0], *found.shape[2:]) == (networks, *widths)
+    assert torch.equal(found.sum(1).cpu(), torch.einsum("nbo,bk->nok", dy.float(), x[0].float()))
