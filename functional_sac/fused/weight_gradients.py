@@ -22,16 +22,16 @@ def later(device: torch.device) -> Iterator[Callable[[Tensor, Tensor], Tensor]]:
     """Yields `call(dy, x)`, whose results are `weight_gradient` of both from the end of the block on.
 
     Small ones are computed beside what the block launches. Large ones may wait for its end, so that those of the same
-    two widths are one launch. The tensors must not be written before.
+    rows and widths are one launch. The tensors must not be written before.
     """
-    waiting: dict[frozenset[int], list[tuple[Tensor, Tensor, Tensor]]] = {}
+    waiting: dict[tuple[int, frozenset[int]], list[tuple[Tensor, Tensor, Tensor]]] = {}
     with streams.aside(device) as aside:
 
         def call(dy: Tensor, x: Tensor) -> Tensor:
             widths = dy.shape[2], x.shape[2]
             if KERNELS and weight_gradient_kernels.fits(dy, x):
                 output = dy.new_empty(dy.shape[0], *widths, dtype=torch.float32)
-                waiting.setdefault(frozenset(widths), []).append((dy, x, output))
+                waiting.setdefault((dy.shape[1], frozenset(widths)), []).append((dy, x, output))
                 return output
             small = dy.shape[0] * widths[0] * widths[1] <= SMALL
             return aside(weight_gradient, dy, x) if small else weight_gradient(dy, x)
