@@ -193,10 +193,10 @@ class Gradients:
         (draw,) = pullback(distributions.Sample(daction, dlog_prob))
         tape = actor_head.Tape(h[:, :rows], forward.normal, forward.w)
         dh, behind = actor_head.backward(params, tape, draw)
+        send_own = None if send is None else lambda leaves, loss: send([leaf.squeeze(0) for leaf in leaves], loss)
         of_trunk, _, (post_scale, *heads) = through_trunk(
             dh, forward.inputs, forward.leaves, forward.kept, behind,
-            lambda behind: (found, actor_head.finished(behind)),
-            send and (lambda leaves, loss: send([leaf.squeeze(0) for leaf in leaves], loss)),
+            lambda behind: (found, actor_head.finished(behind)), send_own,
         )  # fmt: skip
         own = Actor(gradients(stacked, of_trunk, post_scale), *heads)
         own, new = tree.map(lambda leaf: leaf.squeeze(0), (own, new))
