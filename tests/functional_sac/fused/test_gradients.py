@@ -251,7 +251,9 @@ def test_an_operator_agrees_with_its_shapes_and_changes_nothing(device: str) -> 
     library.opcheck(trunk.forward, (x, leaves, 1e-5, 2), test_utils=checks)
     kept = trunk.forward(x, leaves, 1e-5, 2)
     dh = normal(2, 7, 8).bfloat16()
-    dy, y, *parts = (keys.randint(keys.key(1), shape, -9, 9).to(x) for shape in ((2, 7, 4), (2, 7, 8), (6, 2, 3), (9,)))
+    dy, y, *parts = (
+        keys.randint(keys.key(1), shape, -9, 9).to(x) for shape in ((2, 7, 16), (2, 7, 8), (6, 2, 3), (9,))
+    )
     behind = [dy.bfloat16(), y.bfloat16(), *parts]
     library.opcheck(trunk.backward, (dh, x, leaves, kept, behind), test_utils=checks)
     library.opcheck(trunk.backward_block, (dh, leaves, kept, 1, behind), test_utils=checks)
