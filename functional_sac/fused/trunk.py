@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, library
 
 from functional_sac.fused import batch_norm, batch_norm_chain, weight_gradients
+from functional_sl import streams
 
 INPUT, LEAVES, KEPT = 3, 6, 4  # tensors of the input and of a block in the list of leaves; of a block in what is kept
 
@@ -54,30 +55,36 @@ def _(x: Tensor, leaves: list[Tensor], eps: float, trained: int) -> list[Tensor]
 
 
 @library.custom_op("functional_sac::trunk_backward", mutates_args=())
-def backward(dh: Tensor, leaves: list[Tensor], kept: list[Tensor]) -> list[Tensor]:
-    """Returns the gradients of the leaves of the first M networks, in their order and float32.
+def backward(dh: Tensor, leaves: list[Tensor], kept: list[Tensor], behind: list[Tensor]) -> list[Tensor]:
+    """Returns the gradients of the leaves of the first M networks, in their order and float32, and of what is behind.
 
     Args:
       dh: [M, C, H], of the first C rows of the trunk's output; those of the others are zero.
       leaves: as given to `forward`.
       kept: what it returned.
+      behind: what nobody waits for of the gradients of the layer behind the trunk, so that it is computed beside the
+        others: the gradient [M, C, O] of a product with weights and its input [M, C, H], then sums in parts [P, ...].
+        The last results are the weights' gradient [M, O, H] and the sums [...]. It may be empty.
     """
     leaves, kept = _of_first(dh.shape[0], leaves, kept)
     whole, found = torch.empty_like(kept[-1]), []
-    with weight_gradients.later(dh.device) as later:
+    with streams.aside(dh.device) as aside, weight_gradients.later(dh.device) as later:
+        of_behind = _finish(behind, later, aside)
         for index in reversed(range(blocks(leaves))):
             dh, *of_block = _through_block(dh, whole, leaves, kept, index, later)
             found = of_block + found
-        return _through_input(dh, leaves, kept) + found
+        return _through_input(dh, leaves, kept) + found + of_behind
 
 
 @backward.register_fake
-def _(dh: Tensor, leaves: list[Tensor], kept: list[Tensor]) -> list[Tensor]:
-    return _like(leaves, dh, kept)
+def _(dh: Tensor, leaves: list[Tensor], kept: list[Tensor], behind: list[Tensor]) -> list[Tensor]:
+    return _like(leaves, dh, kept) + _finished_like(behind, kept)
 
 
 @library.custom_op("functional_sac::trunk_backward_block", mutates_args=())
-def backward_block(dh: Tensor, leaves: list[Tensor], kept: list[Tensor], index: int) -> list[Tensor]:
+def backward_block(
+    dh: Tensor, leaves: list[Tensor], kept: list[Tensor], index: int, behind: list[Tensor]
+) -> list[Tensor]:
     """Returns the gradient of a block's input [M, B, H], then those of its leaves: one step of `backward`.
 
     Args:
@@ -85,16 +92,18 @@ def backward_block(dh: Tensor, leaves: list[Tensor], kept: list[Tensor], index: 
       leaves: of the whole trunk.
       kept: likewise.
       index: the block's.
+      behind: as in `backward` for the last block, whose results end likewise; for the others empty.
     """
     leaves, kept = _of_first(dh.shape[0], leaves, kept)
-    with weight_gradients.later(dh.device) as later:
-        return _through_block(dh, torch.empty_like(kept[-1]), leaves, kept, index, later)
+    with streams.aside(dh.device) as aside, weight_gradients.later(dh.device) as later:
+        of_behind = _finish(behind, later, aside)
+        return _through_block(dh, torch.empty_like(kept[-1]), leaves, kept, index, later) + of_behind
 
 
 @backward_block.register_fake
-def _(dh: Tensor, leaves: list[Tensor], kept: list[Tensor], index: int) -> list[Tensor]:
-    h = kept[-1]
-    return [h.new_empty(dh.shape[0], *h.shape[1:]), *_like(_by_block(leaves[INPUT:], LEAVES)[index], dh, kept)]
+def _(dh: Tensor, leaves: list[Tensor], kept: list[Tensor], index: int, behind: list[Tensor]) -> list[Tensor]:
+    h, of_block = kept[-1], _like(_by_block(leaves[INPUT:], LEAVES)[index], dh, kept)
+    return [h.new_empty(dh.shape[0], *h.shape[1:]), *of_block, *_finished_like(behind, kept)]
 
 
 @library.custom_op("functional_sac::trunk_backward_input", mutates_args=())
@@ -135,6 +144,28 @@ def _through_block(
 def _through_input(dh: Tensor, leaves: list[Tensor], kept: list[Tensor]) -> list[Tensor]:
     _, _, z, *_ = kept
     return list(batch_norm.common_backward(dh, z, *leaves[:INPUT]))
+
+
+def _finish(
+    behind: list[Tensor], later: Callable[[Tensor, Tensor], Tensor], aside: Callable[..., list[Tensor]]
+) -> list[Tensor]:
+    """Returns what `behind` comes to at the end of both blocks."""
+    if not behind:
+        return []
+    dy, x, *parts = behind
+    return [later(dy, x), *aside(_sums, *parts)]
+
+
+def _sums(*parts: Tensor) -> list[Tensor]:
+    return [t.sum(0) for t in parts]
+
+
+def _finished_like(behind: list[Tensor], kept: list[Tensor]) -> list[Tensor]:
+    if not behind:
+        return []
+    dy, x, *parts = behind
+    w = dy.new_empty(dy.shape[0], dy.shape[2], x.shape[2], dtype=kept[0].dtype)
+    return [w, *(t.new_empty(t.shape[1:]) for t in parts)]
 
 
 def _of_first(count: int, *lists: list[Tensor]) -> list[list[Tensor]]:

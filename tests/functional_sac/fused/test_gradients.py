@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from equal import assert_bits_equal
 from torch import library
 
 from functional_sac import losses, updates
@@ -239,7 +240,10 @@ def test_batch_norm_of_a_common_input_is_torchs(
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_an_operator_agrees_with_its_shapes_and_changes_nothing(device: str) -> None:
-    """In BF16: types and shapes by the fake kernels, inputs left alone, gradients of weights in float32."""
+    """In BF16: types and shapes by the fake kernels, inputs left alone, gradients of weights in float32.
+
+    What is behind is whole numbers, which add up exactly.
+    """
     draw = iter(keys.split(keys.key(0), 20))
 
     def normal(*shape: int) -> torch.Tensor:
@@ -254,9 +258,16 @@ def test_an_operator_agrees_with_its_shapes_and_changes_nothing(device: str) -> 
     library.opcheck(trunk.forward, (x, leaves, 1e-5, 2), test_utils=checks)
     kept = trunk.forward(x, leaves, 1e-5, 2)
     dh = normal(2, 7, 8).bfloat16()
-    library.opcheck(trunk.backward, (dh, leaves, kept), test_utils=checks)
-    library.opcheck(trunk.backward_block, (dh, leaves, kept, 1), test_utils=checks)
-    whole = trunk.backward_block(dh, leaves, kept, 1)[0]
+    dy, y, *parts = (
+        keys.randint(keys.key(1), shape, -9, 9).to(x) for shape in ((2, 7, 16), (2, 7, 8), (6, 2, 3), (9,))
+    )
+    behind = [dy.bfloat16(), y.bfloat16(), *parts]
+    library.opcheck(trunk.backward, (dh, leaves, kept, behind), test_utils=checks)
+    library.opcheck(trunk.backward_block, (dh, leaves, kept, 1, behind), test_utils=checks)
+    library.opcheck(trunk.backward_block, (dh, leaves, kept, 0, []), test_utils=checks)
+    whole = trunk.backward_block(dh, leaves, kept, 1, [])[0]
     library.opcheck(trunk.backward_input, (whole, leaves, kept), test_utils=checks)
-    found = trunk.backward(dh, leaves, kept)
-    assert [(t.shape, t.dtype) for t in found] == [(t[1:].shape, torch.float32) for t in leaves]
+    found = trunk.backward(dh, leaves, kept, behind)
+    assert [(t.shape, t.dtype) for t in found[:-3]] == [(t[1:].shape, torch.float32) for t in leaves]
+    for of_behind in (found[-3:], trunk.backward_block(dh, leaves, kept, 1, behind)[-3:]):
+        assert_bits_equal(of_behind, [torch.einsum("nbo,nbk->nok", dy, y), *(t.sum(0) for t in parts)])

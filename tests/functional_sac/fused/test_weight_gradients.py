@@ -31,11 +31,11 @@ def test_rows_in_parts_add_up() -> None:
     ("networks", "rows", "widths"), [(2, 12, (8, 6)), (2, 192, (1024, 256)), (2, 256, (256, 1024)), (5, 64, (512, 384))]
 )
 def test_all_of_them_later(device: str, dtype: torch.dtype, networks: int, rows: int, widths: tuple[int, int]) -> None:
-    """Both products of two layers, which have the widths the other way round, and one of other widths."""
-    shapes = [widths, widths[::-1], (16, 24), widths, widths[::-1]]
+    """Products of two layers, which have the widths the other way round, one of other widths, one of fewer rows."""
+    shapes = [(rows, *widths), (rows, *widths[::-1]), (rows, 16, 24), (rows, *widths), (rows // 2, *widths[::-1])]
     pairs = [
-        [whole(2 * i + j, networks, rows, width).to(device, dtype) for j, width in enumerate(shape)]
-        for i, shape in enumerate(shapes)
+        [whole(2 * i + j, networks, count, width).to(device, dtype) for j, width in enumerate(shape)]
+        for i, (count, *shape) in enumerate(shapes)
     ]
     with weight_gradients.later(torch.device(device)) as later:
         found = [later(*pair) for pair in pairs]
