@@ -1,7 +1,8 @@
 """Packing a gradient group that is written out, whatever the types of its leaves, in one pass; or its sentinel alone.
 
-It comes to `wire.pack` of the leaves in the group's type, with `wire.sentinel`. On a GPU two Triton kernels cast, pack
-and look for what is not finite, the second of a single program; elsewhere it is plain operations, of the same bits.
+It comes to `wire.pack` of the leaves in the group's type, with `wire.sentinel`. On a GPU a Triton kernel casts, packs
+and looks for what is not finite piece by piece, and for a packed vector a second one of a single program puts together
+what was found; elsewhere it is plain operations, of the same bits.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from torch import Tensor, library
 from functional_sl import tree, wire
 from functional_sl.kernels import buildable
 from functional_sl.tree import Tree
+
+PIECE = 2048  # elements of a leaf that are looked at together
 
 
 def pack(layout: wire.Layout, gradients: Tree, loss: Tensor) -> Tensor:
@@ -35,7 +38,9 @@ def pack(layout: wire.Layout, gradients: Tree, loss: Tensor) -> Tensor:
 
 def sentinel(layout: wire.Layout, gradients: Tree, loss: Tensor) -> Tensor:
     """Returns what `pack` would put at the end, 0-d, and packs nothing; arguments as there."""
-    return _sentinel(_leaves(layout, gradients), loss, layout.dtype)
+    # What the pieces come to is left to a compiler, which does in one kernel what follows from it too.
+    bad = _not_finite(_leaves(layout, gradients), layout.dtype).amax() > 0
+    return (bad | ~torch.isfinite(loss)).to(layout.dtype)
 
 
 def _leaves(layout: wire.Layout, gradients: Tree) -> list[Tensor]:
@@ -91,18 +96,25 @@ def _(leaves: Sequence[Tensor], loss: Tensor, dtype: torch.dtype) -> Tensor:
     return loss.new_empty((sum(leaf.numel() for leaf in leaves) + 1,), dtype=dtype)
 
 
-@library.custom_op("functional_sl::sentinel", mutates_args=())
-def _sentinel(leaves: Sequence[Tensor], loss: Tensor, dtype: torch.dtype) -> Tensor:
-    return wire.sentinel(loss, [leaf.to(dtype) for leaf in leaves])
+@library.custom_op("functional_sl::not_finite", mutates_args=())
+def _not_finite(leaves: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Returns int32 [Q], 1 where one of Q pieces of the leaves is not finite in this type, else 0."""
+    pieces = [piece for leaf in leaves for piece in leaf.to(dtype).reshape(-1).split(PIECE)]
+    return torch.stack([~tree.all_finite(piece) for piece in pieces]).to(torch.int32)
 
 
-@_sentinel.register_fake
-def _(leaves: Sequence[Tensor], loss: Tensor, dtype: torch.dtype) -> Tensor:
-    return loss.new_empty((), dtype=dtype)
+@_not_finite.register_fake
+def _(leaves: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    return leaves[0].new_empty(sum(-(-leaf.numel() // PIECE) for leaf in leaves), dtype=torch.int32)
 
 
 if buildable():
     from functional_sl import packing_kernels
 
-    _pack.register_kernel("cuda")(packing_kernels.pack)
-    _sentinel.register_kernel("cuda")(packing_kernels.sentinel)
+    @_pack.register_kernel("cuda")
+    def _(leaves: Sequence[Tensor], loss: Tensor, dtype: torch.dtype) -> Tensor:
+        return packing_kernels.pack(leaves, loss, dtype, PIECE)
+
+    @_not_finite.register_kernel("cuda")
+    def _(leaves: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        return packing_kernels.not_finite(leaves, dtype, PIECE)

@@ -1,4 +1,4 @@
-"""The Triton kernels of `packing`: a program takes a piece of one leaf, and a last one what all have found.
+"""The Triton kernels of `packing`: a program takes a piece of one leaf, and in a packed vector a last one the rest.
 
 Which program takes what is static, and so is how a leaf lies in memory: each leaf has a branch of its own, with
 nothing to look up.
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from functional_sl.kernels import launch, matrices
 
-PIECE = 2048  # elements of a program
 FLAGS = 1024  # of programs that are read at a time
 
 
@@ -59,29 +58,28 @@ def _sentinel(bad, loss, packed, size, PROGRAMS: tl.constexpr, FLAGS: tl.constex
     tl.store(packed + size, is_bad.to(packed.dtype.element_ty))
 
 
-def pack(leaves: Sequence[Tensor], loss: Tensor, dtype: torch.dtype) -> Tensor:
-    """Launches `packing.pack`."""
+def pack(leaves: Sequence[Tensor], loss: Tensor, dtype: torch.dtype, piece: int) -> Tensor:
+    """Launches `packing.pack`, a program for so many elements."""
     packed = torch.empty(sum(leaf.numel() for leaf in leaves) + 1, dtype=dtype, device=loss.device)
-    _launch(leaves, loss, packed, True)
+    bad = _look(leaves, packed, True, piece)
+    launch(_sentinel, (1,), bad, loss, packed, packed.numel() - 1, PROGRAMS=bad.numel(), FLAGS=FLAGS)
     return packed
 
 
-def sentinel(leaves: Sequence[Tensor], loss: Tensor, dtype: torch.dtype) -> Tensor:
-    """Launches `packing.sentinel`."""
-    found = torch.empty((), dtype=dtype, device=loss.device)
-    _launch(leaves, loss, found, False)
-    return found
+def not_finite(leaves: Sequence[Tensor], dtype: torch.dtype, piece: int) -> Tensor:
+    """Launches what tells for every piece whether it is not finite."""
+    return _look(leaves, leaves[0].new_empty((), dtype=dtype), False, piece)
 
 
-def _launch(leaves: Sequence[Tensor], loss: Tensor, packed: Tensor, pack: bool) -> None:
-    """Has the leaves looked at, and packed or not; the sentinel goes to the end of `packed`."""
+def _look(leaves: Sequence[Tensor], packed: Tensor, pack: bool, piece: int) -> Tensor:
+    """Has the leaves looked at in the type of `packed`, and packed there or not; returns what was found by piece."""
     given = [matrices(leaf) for leaf in leaves]
     plan, programs, size = [], 0, 0
     for leaf in given:
-        last = programs + triton.cdiv(leaf.numel(), PIECE)
+        last = programs + triton.cdiv(leaf.numel(), piece)
         plan.append((programs, last, size, leaf.numel(), *leaf.shape[:0:-1], *leaf.stride()))
         programs = last
         size += leaf.numel()
-    bad = torch.empty(programs, dtype=torch.int32, device=loss.device)
-    launch(_pack, (programs,), tuple(given), packed, bad, PLAN=tuple(plan), COUNT=len(plan), PACK=pack, PIECE=PIECE)
-    launch(_sentinel, (1,), bad, loss, packed, packed.numel() - 1, PROGRAMS=programs, FLAGS=FLAGS)
+    bad = torch.empty(programs, dtype=torch.int32, device=packed.device)
+    launch(_pack, (programs,), tuple(given), packed, bad, PLAN=tuple(plan), COUNT=len(plan), PACK=pack, PIECE=piece)
+    return bad

@@ -67,6 +67,8 @@ def all_side_by_side(functions: Sequence[Callable[[], A]], device: torch.device)
 def aside(device: torch.device) -> Iterator[Callable[..., A]]:
     """Yields `call(function, *tensors)`, for functions whose results nobody reads before the block ends.
 
+    They may take lists of tensors too.
+
     On a GPU what they launch waits for what was launched before, and nothing in the block waits for it. The tensors
     that they read are held, and must not be written, until the end of the block.
     """
@@ -77,7 +79,7 @@ def aside(device: torch.device) -> Iterator[Callable[..., A]]:
         return
     held = []
 
-    def call(function: Callable[..., A], *tensors: torch.Tensor) -> A:
+    def call(function: Callable[..., A], *tensors: torch.Tensor | list) -> A:
         held.append(tensors)
         branch.wait_stream(here)
         with torch.cuda.stream(branch):

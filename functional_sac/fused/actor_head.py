@@ -20,17 +20,6 @@ class Tape(NamedTuple):
     w: Tensor  # [2A, H], padded
 
 
-class Head(NamedTuple):
-    """The gradients of a policy's activations, and of its parameters behind the trunk's blocks."""
-
-    h: Tensor  # [1, B, H]
-    post_scale: Tensor  # [H]
-    mean_w: Tensor  # [A, H]
-    mean_b: Tensor  # [A]
-    std_w: Tensor  # [A, H]
-    std_b: Tensor  # [A]
-
-
 def forward(h: Tensor, actor: Actor, dtype: torch.dtype) -> tuple[Tensor, Tape]:
     """Returns means and raw deviations side by side, [B, 2A] in `dtype`, of activations [1, B, H]; and the tape."""
     normal = rms_norm.forward(h, actor.trunk.post_scale.unsqueeze(0), h.dtype, RMS_EPS).squeeze(0)
@@ -40,12 +29,21 @@ def forward(h: Tensor, actor: Actor, dtype: torch.dtype) -> tuple[Tensor, Tape]:
     return raw, Tape(h, normal, w)
 
 
-def backward(actor: Actor, tape: Tape, draw: Tensor) -> Head:
-    """Returns the gradients from that of what `forward` returned, [B, 2A]."""
-    db, outputs = draw.sum(0), draw.shape[1]
-    draw = networks.padded(draw).to(tape.h.dtype)
-    flow = torch.mm(draw, tape.w).unsqueeze(0)
+def backward(actor: Actor, tape: Tape, draw: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Goes backward from the gradient of what `forward` returned, [B, 2A].
+
+    Returns:
+      (gradient of the activations [1, B, H]; what is left for `trunk.backward` to do and `finished` to name).
+    """
+    dy = networks.padded(draw).to(tape.h.dtype)
+    flow = torch.mm(dy, tape.w).unsqueeze(0)
     dh, post_scale = rms_norm.backward(flow, tape.h, actor.trunk.post_scale.unsqueeze(0), RMS_EPS)
-    mean_w, std_w = torch.mm(draw.mT, tape.normal)[:outputs].chunk(2)
-    mean_b, std_b = db.chunk(2)
-    return Head(dh, post_scale.sum(0).squeeze(0), mean_w, mean_b, std_w, std_b)
+    return dh, [dy.unsqueeze(0), tape.normal.unsqueeze(0), post_scale, draw.unsqueeze(1)]
+
+
+def finished(behind: list[Tensor]) -> list[Tensor]:
+    """Returns the gradients of RMS norm's scale [1, H] and both heads' weights [1, A, H] and biases [1, A] in turn."""
+    w, post_scale, b = behind
+    mean_w, std_w = w[:, : b.shape[1]].chunk(2, 1)
+    mean_b, std_b = b.chunk(2, 1)
+    return [post_scale, mean_w, mean_b, std_w, std_b]

@@ -11,8 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from functional_sac.fused import weight_gradients
 from functional_sl.kernels import buildable
 
+COMMON_WIDTH = 64  # of which that of a common input, normalised, is a multiple, for a product in whole tiles
 KERNELS = buildable()
 if KERNELS:
     from functional_sac.fused import batch_norm_kernels, batch_norm_parts, batch_norm_products
@@ -20,7 +22,7 @@ if KERNELS:
 
 def common(
     x: Tensor, scale: Tensor, bias: Tensor, mean: Tensor, inverse_std: Tensor, dtype: torch.dtype, eps: float
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """Normalises the input that all networks share, by statistics taken once, then scales and shifts for each.
 
     Args:
@@ -33,32 +35,51 @@ def common(
       eps: beside the variance.
 
     Returns:
-      [N, B, K], zero behind the features.
+      y [N, B, K], zero behind the features, and z [1, B, W], before it was scaled and shifted, behind the features a
+      one and zeros; W is `common_width`.
     """
     if KERNELS and x.is_cuda:
-        return batch_norm_parts.common(x, scale, bias, mean, inverse_std, dtype, eps)
+        return batch_norm_parts.common(x, scale, bias, mean, inverse_std, dtype, eps, common_width(scale.shape[1]))
     wide = x[:, : scale.shape[1]].to(scale.dtype)
     mean.copy_(wide.mean(0).expand_as(mean))
     inverse_std.copy_(torch.rsqrt(wide.var(0, correction=0) + eps).expand_as(mean))
-    y = (wide - mean[0]) * (inverse_std * scale).unsqueeze(1) + bias.unsqueeze(1)
-    return F.pad(y, (0, x.shape[1] - wide.shape[1])).to(dtype)
+    centred, features = wide - mean[0], wide.shape[1]
+    y = centred * (inverse_std * scale).unsqueeze(1) + bias.unsqueeze(1)
+    z = F.pad(centred * inverse_std[0], (0, 1), value=1.0).unsqueeze(0)
+    y, z = (F.pad(t, (0, width - t.shape[2])) for t, width in ((y, x.shape[1]), (z, common_width(features))))
+    return y.to(dtype), z.to(dtype)
 
 
-def common_backward(dy: Tensor, x: Tensor, mean: Tensor, inverse_std: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of scale and bias [N, F]; that of the input nobody asks for.
+def common_width(features: int) -> int:
+    """Returns the width of what `common` keeps: room for the features and a one."""
+    return (features // COMMON_WIDTH + 1) * COMMON_WIDTH
+
+
+def common_backward(d: Tensor, z: Tensor, scale: Tensor, bias: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients of scale, bias and the weights by which the output of `common` is multiplied.
+
+    That of the output itself, d times w, is not computed. What is needed of it is in g, the sum of d times z over the
+    rows: with s, the column of the ones, w's gradient is g scale + s bias, and scale's and bias's are the sums over H
+    of w g and of w s.
 
     Args:
-      dy: [N, B, K], of the output of `common`.
-      x: as given to `common`.
-      mean: as `common` left it.
-      inverse_std: likewise.
+      d: [N, B, H], of the product.
+      z: as `common` returned it.
+      scale: as given to `common`.
+      bias: likewise.
+      w: [N, H, K], the weights.
+
+    Returns:
+      [N, F], [N, F] and [N, H, K] float32, zero behind the features.
     """
-    if KERNELS and x.is_cuda:
-        return batch_norm_parts.common_backward(dy, x, mean, inverse_std)
-    features = mean.shape[1]
-    dz = dy[..., :features].to(mean.dtype)
-    centred = (x[:, :features].to(mean.dtype) - mean[0]) * inverse_std[0]
-    return (dz * centred).sum(1), dz.sum(1)
+    parts = weight_gradients.in_parts(d, z)
+    if KERNELS and d.is_cuda:
+        return batch_norm_parts.common_backward(parts, scale, bias, w)
+    features = scale.shape[1]
+    g, s = parts.sum(1)[..., : features + 1].split([features, 1], -1)
+    wide = w[..., :features].to(g.dtype)
+    dw = F.pad(g * scale.unsqueeze(1) + s * bias.unsqueeze(1), (0, w.shape[2] - features))
+    return (wide * g).sum(1), (wide * s).sum(1), dw
 
 
 def forward(

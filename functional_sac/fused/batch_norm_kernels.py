@@ -84,7 +84,7 @@ def _backward(
         mask = (row < rows)[:, None] & inside[None, :]
         change = tl.load(flow[None, :] + row[:, None] * dy_row, mask=mask & (row < given)[:, None], other=0.0)
         value = tl.load(source[None, :] + row[:, None] * x_row, mask=mask, other=0.0)
-        value, change = normalised(value, change, average, inverse, factor, offset, True)
+        value, change = normalised(value, change, average, inverse, factor, offset)
         sums += change
         products += tl.where(mask, change * value, 0.0)
     total, weighted = tl.sum(sums, 0), tl.sum(products, 0)
@@ -101,7 +101,7 @@ def _backward(
         if WHOLE:
             tl.store(whole + place[None, :] + row[:, None] * features, change, mask=mask)
         value = tl.load(source[None, :] + row[:, None] * x_row, mask=mask, other=0.0)
-        value, change = normalised(value, change, average, inverse, factor, offset, True)
+        value, change = normalised(value, change, average, inverse, factor, offset)
         change = (change - total[None, :] - value * weighted[None, :]) * slope[None, :]
         tl.store(dx + place[None, :] + row[:, None] * features, change.to(dx.dtype.element_ty), mask=mask)
 

@@ -17,6 +17,7 @@ from functional_sl.kernels import launch
 ROWS, COMMON_ROWS = 256, 128  # of a program
 WIDTH = 32  # features of a program
 REST_ROWS, REST_WIDTH = 32, 128  # of a program that only writes, going backward
+END_ROWS, END_WIDTH = 256, 16  # of a program at a time, where the gradients of a common input end
 
 
 @triton.jit
@@ -94,13 +95,16 @@ def _forward_rest(
 
 @triton.jit
 def _common_rest(
-    x, part, scale, bias, y, mean, inverse_std, features, x_row, width, moments, eps,
+    x, part, scale, bias, y, z, mean, inverse_std, features, x_row, width, z_width, moments, eps,
     rows: tl.constexpr, PARTS: tl.constexpr, NETWORKS: tl.constexpr, R: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     none, column, row, inside, mask = _place(features, width, rows, R, F)
     average, inverse = _moments(x, part, column, inside, none, features, 0, eps, rows, PARTS)
     value = tl.load(x + column[None, :] + row[:, None] * x_row, mask=mask, other=0.0).to(tl.float32)
     value = tl.where(inside[None, :], value - average[None, :], 0.0)
+    normal = tl.where((column == features)[None, :], 1.0, value * inverse[None, :]).to(z.dtype.element_ty)
+    there = (row < rows)[:, None] & (column < z_width)[None, :]
+    tl.store(z + row[:, None].to(tl.int64) * z_width + column[None, :], normal, mask=there)
     place = row[:, None].to(tl.int64) * width + column[None, :]
     for network in tl.static_range(NETWORKS):
         if tl.program_id(2) == 0:
@@ -116,7 +120,7 @@ def _common_rest(
 @triton.jit
 def _backward_sums(
     dy, x, scale, bias, mean, inverse_std, part, features, width, dy_network, dy_row, x_network, x_row, moments,
-    given: tl.constexpr, rows: tl.constexpr, PARTS: tl.constexpr, RELU: tl.constexpr, R: tl.constexpr, F: tl.constexpr,
+    given: tl.constexpr, rows: tl.constexpr, PARTS: tl.constexpr, R: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     network, column, row, inside, mask = _place(features, width, rows, R, F)
     affine = network * features + column
@@ -126,9 +130,8 @@ def _backward_sums(
         tl.load(flow, mask=mask & (row < given)[:, None], other=0.0),
         tl.load(mean + network * moments + column, mask=inside, other=0.0),
         tl.load(inverse_std + network * moments + column, mask=inside, other=0.0),
-        tl.load(scale + affine, mask=inside, other=0.0) if RELU else 0.0,
-        tl.load(bias + affine, mask=inside, other=0.0) if RELU else 0.0,
-        RELU,
+        tl.load(scale + affine, mask=inside, other=0.0),
+        tl.load(bias + affine, mask=inside, other=0.0),
     )
     weighted = tl.where(mask, change * value, 0.0)
     _store_part(part, tl.sum(change, 0), tl.sum(weighted, 0), network, column, inside, features, PARTS)
@@ -162,7 +165,6 @@ def _backward_rest(
         inverse,
         factor,
         tl.load(bias + affine, mask=inside, other=0.0),
-        True,
     )
     change -= (total / rows)[None, :] + value * (weighted / rows)[None, :]
     change *= (factor * inverse)[None, :]
@@ -170,13 +172,34 @@ def _backward_rest(
 
 
 @triton.jit
-def _add_parts(part, dscale, dbias, features, PARTS: tl.constexpr, F: tl.constexpr):
+def _common_end(
+    parts, scale, bias, w, dscale, dbias, dw, features, part_width, width,
+    H: tl.constexpr, PARTS: tl.constexpr, R: tl.constexpr, F: tl.constexpr,
+):  # fmt: skip
     network = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * F + tl.arange(0, F)
     inside = column < features
-    total, weighted = _load_parts(part, network, column, inside, features, PARTS)
-    tl.store(dbias + network * features + column, total, mask=inside)
-    tl.store(dscale + network * features + column, weighted, mask=inside)
+    affine = network * features + column
+    factor = tl.load(scale + affine, mask=inside, other=0.0)
+    offset = tl.load(bias + affine, mask=inside, other=0.0)
+    weighted = tl.zeros((R, F), factor.dtype)
+    total = tl.zeros((R, F), factor.dtype)
+    for begin in range(0, H, R):
+        row = begin + tl.arange(0, R)
+        mask = (row < H)[:, None] & inside[None, :]
+        g, s = tl.zeros((R, F), factor.dtype), tl.zeros((R,), factor.dtype)
+        for i in tl.static_range(PARTS):
+            source = parts + ((network * PARTS + i) * H + row) * part_width
+            g += tl.load(source[:, None] + column[None, :], mask=mask, other=0.0)
+            s += tl.load(source + features, mask=row < H, other=0.0)
+        place = (network * H + row)[:, None] * width + column[None, :]
+        slope = tl.load(w + place, mask=mask, other=0.0).to(factor.dtype)
+        weighted += slope * g
+        total += slope * s[:, None]
+        found = tl.where(inside[None, :], g * factor[None, :] + s[:, None] * offset[None, :], 0.0)
+        tl.store(dw + place, found, mask=(row < H)[:, None] & (column < width)[None, :])
+    tl.store(dscale + affine, tl.sum(weighted, 0), mask=inside)
+    tl.store(dbias + affine, tl.sum(total, 0), mask=inside)
 
 
 def forward(x: Tensor, scale: Tensor, bias: Tensor, residual: Tensor, outputs: tuple[Tensor, ...], eps: float) -> None:
@@ -200,7 +223,7 @@ def backward(dy: Tensor, x: Tensor, saved: tuple[Tensor, ...], outputs: tuple[Te
     networks, rows, features = x.shape
     strides = (features, features, *dy.stride()[:2], *x.stride()[:2], saved[2].stride(0), dy.shape[1])
     grid = _grid(features, networks, size["PARTS"])
-    launch(_backward_sums, grid, dy, x, *saved, part, *strides, RELU=True, **size)
+    launch(_backward_sums, grid, dy, x, *saved, part, *strides, **size)
     grid = triton.cdiv(features, REST_WIDTH), networks, triton.cdiv(rows, REST_ROWS)
     launch(
         _backward_rest, grid, dy, x, *saved, part, *outputs, *strides, WHOLE=outputs[0] is not outputs[1],
@@ -209,38 +232,40 @@ def backward(dy: Tensor, x: Tensor, saved: tuple[Tensor, ...], outputs: tuple[Te
 
 
 def common(
-    x: Tensor, scale: Tensor, bias: Tensor, mean: Tensor, inverse_std: Tensor, dtype: torch.dtype, eps: float
-) -> Tensor:
+    x: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    mean: Tensor,
+    inverse_std: Tensor,
+    dtype: torch.dtype,
+    eps: float,
+    z_width: int,
+) -> tuple[Tensor, Tensor]:
     """Launches `batch_norm.common`."""
     networks, features = scale.shape
     x, scale, bias, width = x.contiguous(), scale.contiguous(), bias.contiguous(), x.shape[1]
     part, size = _parts(x[None, :, :features], COMMON_ROWS)
-    y = torch.empty(networks, *x.shape, dtype=dtype, device=x.device)
+    y, z = (torch.empty(*shape, dtype=dtype, device=x.device) for shape in ((networks, *x.shape), (1, len(x), z_width)))
     launch(_forward_sums, _grid(features, 1, size["PARTS"]), x, part, features, width, 0, width, **size)
     launch(
-        _common_rest, _grid(width, 1, size["PARTS"]), x, part, scale, bias, y, mean, inverse_std, features, width,
-        width, mean.stride(0), eps, NETWORKS=networks, **size,
+        _common_rest, _grid(max(width, z_width), 1, size["PARTS"]), x, part, scale, bias, y, z, mean, inverse_std,
+        features, width, width, z_width, mean.stride(0), eps, NETWORKS=networks, **size,
     )  # fmt: skip
-    return y
+    return y, z
 
 
-def common_backward(dy: Tensor, x: Tensor, mean: Tensor, inverse_std: Tensor) -> tuple[Tensor, Tensor]:
-    """Launches `batch_norm.common_backward`."""
-    networks, features = mean.shape
-    dy, x = dy.contiguous(), x.contiguous()
-    dscale, dbias = (mean.new_empty(mean.shape) for _ in range(2))
-    part, size = _parts(dy[..., :features], ROWS)
-    strides = (features, x.shape[1], *dy.stride()[:2], 0, x.stride(0), mean.stride(0), dy.shape[1])
-    # Without a ReLU neither scale nor bias is read.
+def common_backward(parts: Tensor, scale: Tensor, bias: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Launches the rest of `batch_norm.common_backward`, from what `weight_gradients.in_parts` returned."""
+    networks, features = scale.shape
+    height, width = w.shape[1:]
+    scale, bias, w = scale.contiguous(), bias.contiguous(), w.contiguous()
+    dscale, dbias, dw = torch.empty_like(scale), torch.empty_like(bias), torch.empty_like(w, dtype=parts.dtype)
     launch(
-        _backward_sums, _grid(features, networks, size["PARTS"]), dy, x, dscale, dbias, mean, inverse_std, part,
-        *strides, RELU=False, **size,
+        _common_end, (triton.cdiv(width, END_WIDTH), networks), parts, scale, bias, w, dscale, dbias, dw, features,
+        parts.shape[3], width, H=height, PARTS=parts.shape[1], R=min(triton.next_power_of_2(height), END_ROWS),
+        F=END_WIDTH, num_warps=8,
     )  # fmt: skip
-    launch(
-        _add_parts, _grid(features, networks, 1), part, dscale, dbias, features, PARTS=size["PARTS"], F=WIDTH,
-        num_warps=4,
-    )  # fmt: skip
-    return dscale, dbias
+    return dscale, dbias, dw
 
 
 def _parts(x: Tensor, most: int) -> tuple[Tensor, dict[str, int]]:

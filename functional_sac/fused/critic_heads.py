@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from functional_sac import networks
-from functional_sac.fused import categorical, rms_norm, weight_gradients
+from functional_sac.fused import categorical, rms_norm
 from functional_sac.networks import RMS_EPS, Critic
 
 
@@ -26,17 +26,7 @@ class Backup(NamedTuple):
     discount: float
 
 
-class Head(NamedTuple):
-    """The loss and its gradients."""
-
-    loss: Tensor  # ()
-    h: Tensor  # [2, B, H]; of the next observations they are zero
-    post_scale: Tensor  # [2, H]
-    w: Tensor  # [2, bins, H]
-    b: Tensor  # [2, bins]
-
-
-def loss(h: Tensor, critic: Critic, target: Critic, backup: Backup) -> Head:
+def loss_gradient(h: Tensor, critic: Critic, target: Critic, backup: Backup) -> tuple[Tensor, list[Tensor]]:
     """Differentiates `losses.cross_entropy` towards `losses.backup` in the critics.
 
     Args:
@@ -44,8 +34,12 @@ def loss(h: Tensor, critic: Critic, target: Critic, backup: Backup) -> Head:
       critic: stacked [2, ...].
       target: likewise.
       backup: of the transitions.
+
+    Returns:
+      (gradient of the critics' activations of observations [2, B, H], those of next ones being zero; what is left for
+      `trunk.backward` to do and `finished` to name).
     """
-    rows, bins = h.shape[1] // 2, critic.b.shape[-1]
+    rows = h.shape[1] // 2
     # Critics see the observations, and the target critics, two networks on, the next ones, `rows` further down.
     h = h.as_strided((2, 2, rows, h.shape[2]), (2 * h.stride(0) + rows * h.stride(1), *h.stride()))
     scale = torch.stack([critic.trunk.post_scale, target.trunk.post_scale])
@@ -54,8 +48,13 @@ def loss(h: Tensor, critic: Critic, target: Critic, backup: Backup) -> Head:
     logits = torch.bmm(normal.flatten(0, 1), w.mT)
     found, dlogits, db = categorical.loss(logits, critic.b, target.b, *backup)
     dh, post_scale = rms_norm.backward(torch.bmm(dlogits, w[:2]), h[0], critic.trunk.post_scale, RMS_EPS)
-    dw = weight_gradients.by_parts(dlogits, normal[0])[:, :bins]
-    return Head(found.sum(), dh, post_scale.sum(0), dw, db.sum(0))
+    return dh, [dlogits, normal[0], post_scale, db, found]
+
+
+def finished(behind: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Returns the loss (), and the gradients of RMS norm's scale [2, H], of weights [2, bins, H] and bias [2, bins]."""
+    w, post_scale, b, loss = behind
+    return loss, [post_scale, w[:, : b.shape[1]], b]
 
 
 def lower_value(h: Tensor, critic: Critic, minimum: float, maximum: float) -> tuple[Tensor, Tensor]:

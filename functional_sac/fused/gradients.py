@@ -26,6 +26,7 @@ from functional_sl import tree
 from functional_sl.step import Aux
 
 Send = Callable[[list[Tensor], Tensor], None]  # see `make_step`
+Finish = Callable[[list[Tensor]], tuple[Tensor, list[Tensor]]]  # see `through_trunk`
 
 
 def gradients(params: Trunk, found: list[Tensor], post_scale: Tensor) -> Trunk:
@@ -42,30 +43,39 @@ def gradients(params: Trunk, found: list[Tensor], post_scale: Tensor) -> Trunk:
 
 def through_trunk(
     dh: Tensor,
-    x: Tensor,
     leaves: list[Tensor],
     kept: list[Tensor],
     behind: list[Tensor],
-    hand: Callable[[list[Tensor]], None] | None,
-) -> list[Tensor]:
-    """Returns `trunk.backward`, handing over each block's gradients before those of the blocks below are computed.
+    finish: Finish,
+    send: Send | None,
+) -> tuple[list[Tensor], Tensor, list[Tensor]]:
+    """Goes backward through a trunk, and sends each block's gradients before those of the blocks below are computed.
 
     Args:
       dh: see `trunk.backward`.
-      x: likewise.
       leaves: likewise.
       kept: likewise.
-      behind: the gradients of the leaves behind the blocks, which go with the last block's.
-      hand: takes gradients, the last leaves first; or None.
+      behind: likewise.
+      finish: takes what it comes to, and returns the loss and the gradients of the leaves behind the blocks, which go
+        with the last block's.
+      send: see `make_step`.
+
+    Returns:
+      (gradients of `leaves`, and what `finish` returned: loss, gradients).
     """
-    if hand is None:
-        return trunk.backward(dh, x, leaves, kept)
-    found = []
-    for index in reversed(range(trunk.blocks(leaves))):
-        dh, *of_block = trunk.backward_block(dh, leaves, kept, index)
-        hand([*of_block, *(behind if not found else [])])
+    if send is None:
+        found = trunk.backward(dh, leaves, kept, behind)
+        return found[: len(leaves)], *finish(found[len(leaves) :])
+    *below, last = range(trunk.blocks(leaves))
+    dh, *found = trunk.backward_block(dh, leaves, kept, last, behind)
+    loss, of_behind = finish(found[trunk.LEAVES :])
+    found = found[: trunk.LEAVES]
+    send([*found, *of_behind], loss)
+    for index in reversed(below):
+        dh, *of_block = trunk.backward_block(dh, leaves, kept, index, [])
+        send(of_block, loss)
         found = of_block + found
-    return trunk.backward_input(dh, x, leaves, kept) + found
+    return trunk.backward_input(dh, leaves, kept) + found, loss, of_behind
 
 
 def moved(stats: Stats, mean: Tensor, inverse_std: Tensor, rows: int) -> Stats:
@@ -116,12 +126,12 @@ class Gradients:
         of_target = moved(stats.target, mean[2:], inverse_std[2:], x.shape[0])
         entropy_term = loss.entropy_term(policy, log_temperature)
         backup = critic_heads.Backup(batch.reward, batch.terminated, entropy_term, *loss.atoms, loss.discount)
-        head = critic_heads.loss(h, params, target, backup)
-        hand = None if send is None else lambda leaves: send(leaves, head.loss)
-        of_trunk = through_trunk(head.h, x, leaves, kept, [head.post_scale, head.w, head.b], hand)
-        own = gradients(params.trunk, of_trunk, head.post_scale)
-        metrics = {"critic_loss": head.loss, "max_entropy_bonus": entropy_term.amax()}
-        return Critic(own, head.w, head.b), head.loss, Aux(CriticStats(of_online, of_target), metrics)
+        dh, behind = critic_heads.loss_gradient(h, params, target, backup)
+        of_trunk, value, of_behind = through_trunk(dh, leaves, kept, behind, critic_heads.finished, send)
+        post_scale, *heads = of_behind
+        own = gradients(params.trunk, of_trunk, post_scale)
+        metrics = {"critic_loss": value, "max_entropy_bonus": entropy_term.amax()}
+        return Critic(own, *heads), value, Aux(CriticStats(of_online, of_target), metrics)
 
     def actor_forward(
         self, params: Actor, batch: Transition | inputs.Batch, noise: Tensor, copies: Sequence[Tensor] = ()
@@ -180,13 +190,15 @@ class Gradients:
         daction = daction + dq.unsqueeze(-1) * slope
         (draw,) = pullback(distributions.Sample(daction, dlog_prob))
         tape = actor_head.Tape(h[:, :rows], forward.normal, forward.w)
-        dh, post_scale, *heads = actor_head.backward(params, tape, draw)
-        behind = [leaf.unsqueeze(0) for leaf in (post_scale, *heads)]
-        hand = None if send is None else lambda leaves: send([leaf.squeeze(0) for leaf in leaves], found)
-        of_trunk = through_trunk(dh, forward.inputs, forward.leaves, forward.kept, behind, hand)
-        of_trunk = gradients(stacked, of_trunk, behind[0])
-        own, new = tree.map(lambda leaf: leaf.squeeze(0), (of_trunk, new))
-        return Actor(own, *heads), found, Aux(new, metrics)
+        dh, behind = actor_head.backward(params, tape, draw)
+        send_own = None if send is None else lambda leaves, loss: send([leaf.squeeze(0) for leaf in leaves], loss)
+        of_trunk, _, (post_scale, *heads) = through_trunk(
+            dh, forward.leaves, forward.kept, behind,
+            lambda behind: (found, actor_head.finished(behind)), send_own,
+        )  # fmt: skip
+        own = Actor(gradients(stacked, of_trunk, post_scale), *heads)
+        own, new = tree.map(lambda leaf: leaf.squeeze(0), (own, new))
+        return own, found, Aux(new, metrics)
 
     def next_policy(
         self,

@@ -7,13 +7,11 @@ import triton.language as tl
 
 
 @triton.jit
-def normalised(value, change, average, inverse, factor, offset, RELU: tl.constexpr):
+def normalised(value, change, average, inverse, factor, offset):
     """Returns a tile of x, normalised, and the output's gradient where the ReLU lets it through."""
     value = (value.to(tl.float32) - average[None, :]) * inverse[None, :]
-    change = change.to(tl.float32)
-    if RELU:
-        change = tl.where(value * factor[None, :] + offset[None, :] > 0.0, change, 0.0)
-    return value, change
+    through = value * factor[None, :] + offset[None, :] > 0.0
+    return value, tl.where(through, change.to(tl.float32), 0.0)
 
 
 @triton.jit

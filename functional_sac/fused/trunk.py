@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, library
 
 from functional_sac.fused import batch_norm, batch_norm_chain, weight_gradients
+from functional_sl import streams
 
 INPUT, LEAVES, KEPT = 3, 6, 4  # tensors of the input and of a block in the list of leaves; of a block in what is kept
 
@@ -28,15 +29,15 @@ def forward(x: Tensor, leaves: list[Tensor], eps: float, trained: int) -> list[T
       trained: M, how many networks `backward` will be for, the first ones.
 
     Returns:
-      mean and inverse standard deviation [N, S] of all batch norms; y [N, B, K], the normalised input, and h [N, B, H];
-      then of every block the norms' inputs and outputs, [N, B, 4H], of the first networks [M, B, 4H], and [N, B, H]
-      twice. The last one is the trunk's output.
+      mean and inverse standard deviation [N, S] of all batch norms; z [1, B, W], see `batch_norm.common`, and
+      h [N, B, H]; then of every block the norms' inputs and outputs, [N, B, 4H], of the first networks [M, B, 4H], and
+      [N, B, H] twice. The last one is the trunk's output.
     """
     scale, bias, w = leaves[:INPUT]
     kept = _moments(leaves)
     norms = _by_norm(*kept, leaves)
-    y = batch_norm.common(x, scale, bias, *next(norms), w.dtype, eps)
-    kept += [y, torch.bmm(y, w.mT)]
+    y, z = batch_norm.common(x, scale, bias, *next(norms), w.dtype, eps)
+    kept += [z, torch.bmm(y, w.mT)]
     for of_block in _by_block(leaves[INPUT:], LEAVES):
         kept += batch_norm_chain.forward(kept[-1], of_block, next(norms), next(norms), eps, trained)
     return kept
@@ -44,9 +45,9 @@ def forward(x: Tensor, leaves: list[Tensor], eps: float, trained: int) -> list[T
 
 @forward.register_fake
 def _(x: Tensor, leaves: list[Tensor], eps: float, trained: int) -> list[Tensor]:
-    w, rows = leaves[INPUT - 1], x.shape[0]
-    networks, outer, features = w.shape
-    sizes = [(networks, features), (networks, outer)]
+    scale, _, w = leaves[:INPUT]
+    (networks, outer, _), rows = w.shape, x.shape[0]
+    sizes = [(1, batch_norm.common_width(scale.shape[1])), (networks, outer)]
     for w1, *_ in _by_block(leaves[INPUT:], LEAVES):
         inner = w1.shape[1]
         sizes += [(networks, inner), (trained, inner), (networks, outer), (networks, outer)]
@@ -54,31 +55,36 @@ def _(x: Tensor, leaves: list[Tensor], eps: float, trained: int) -> list[Tensor]
 
 
 @library.custom_op("functional_sac::trunk_backward", mutates_args=())
-def backward(dh: Tensor, x: Tensor, leaves: list[Tensor], kept: list[Tensor]) -> list[Tensor]:
-    """Returns the gradients of the leaves of the first M networks, in their order and float32.
+def backward(dh: Tensor, leaves: list[Tensor], kept: list[Tensor], behind: list[Tensor]) -> list[Tensor]:
+    """Returns the gradients of the leaves of the first M networks, in their order and float32, and of what is behind.
 
     Args:
       dh: [M, C, H], of the first C rows of the trunk's output; those of the others are zero.
-      x: as given to `forward`.
-      leaves: likewise.
+      leaves: as given to `forward`.
       kept: what it returned.
+      behind: what nobody waits for of the gradients of the layer behind the trunk, so that it is computed beside the
+        others: the gradient [M, C, O] of a product with weights and its input [M, C, H], then sums in parts [P, ...].
+        The last results are the weights' gradient [M, O, H] and the sums [...]. It may be empty.
     """
     leaves, kept = _of_first(dh.shape[0], leaves, kept)
     whole, found = torch.empty_like(kept[-1]), []
-    with weight_gradients.later(dh.device) as later:
+    with streams.aside(dh.device) as aside, weight_gradients.later(dh.device) as later:
+        of_behind = _finish(behind, later, aside)
         for index in reversed(range(blocks(leaves))):
             dh, *of_block = _through_block(dh, whole, leaves, kept, index, later)
             found = of_block + found
-        return _through_input(dh, x, leaves, kept, later) + found
+        return _through_input(dh, leaves, kept) + found + of_behind
 
 
 @backward.register_fake
-def _(dh: Tensor, x: Tensor, leaves: list[Tensor], kept: list[Tensor]) -> list[Tensor]:
-    return _like(leaves, dh, kept)
+def _(dh: Tensor, leaves: list[Tensor], kept: list[Tensor], behind: list[Tensor]) -> list[Tensor]:
+    return _like(leaves, dh, kept) + _finished_like(behind, kept)
 
 
 @library.custom_op("functional_sac::trunk_backward_block", mutates_args=())
-def backward_block(dh: Tensor, leaves: list[Tensor], kept: list[Tensor], index: int) -> list[Tensor]:
+def backward_block(
+    dh: Tensor, leaves: list[Tensor], kept: list[Tensor], index: int, behind: list[Tensor]
+) -> list[Tensor]:
     """Returns the gradient of a block's input [M, B, H], then those of its leaves: one step of `backward`.
 
     Args:
@@ -86,28 +92,29 @@ def backward_block(dh: Tensor, leaves: list[Tensor], kept: list[Tensor], index: 
       leaves: of the whole trunk.
       kept: likewise.
       index: the block's.
+      behind: as in `backward` for the last block, whose results end likewise; for the others empty.
     """
     leaves, kept = _of_first(dh.shape[0], leaves, kept)
-    with weight_gradients.later(dh.device) as later:
-        return _through_block(dh, torch.empty_like(kept[-1]), leaves, kept, index, later)
+    with streams.aside(dh.device) as aside, weight_gradients.later(dh.device) as later:
+        of_behind = _finish(behind, later, aside)
+        return _through_block(dh, torch.empty_like(kept[-1]), leaves, kept, index, later) + of_behind
 
 
 @backward_block.register_fake
-def _(dh: Tensor, leaves: list[Tensor], kept: list[Tensor], index: int) -> list[Tensor]:
-    h = kept[-1]
-    return [h.new_empty(dh.shape[0], *h.shape[1:]), *_like(_by_block(leaves[INPUT:], LEAVES)[index], dh, kept)]
+def _(dh: Tensor, leaves: list[Tensor], kept: list[Tensor], index: int, behind: list[Tensor]) -> list[Tensor]:
+    h, of_block = kept[-1], _like(_by_block(leaves[INPUT:], LEAVES)[index], dh, kept)
+    return [h.new_empty(dh.shape[0], *h.shape[1:]), *of_block, *_finished_like(behind, kept)]
 
 
 @library.custom_op("functional_sac::trunk_backward_input", mutates_args=())
-def backward_input(dh: Tensor, x: Tensor, leaves: list[Tensor], kept: list[Tensor]) -> list[Tensor]:
+def backward_input(dh: Tensor, leaves: list[Tensor], kept: list[Tensor]) -> list[Tensor]:
     """Returns the gradients of the input's leaves; arguments as in `backward`, dh [M, B, H] that of the first block."""
     leaves, kept = _of_first(dh.shape[0], leaves, kept)
-    with weight_gradients.later(dh.device) as later:
-        return _through_input(dh, x, leaves, kept, later)
+    return _through_input(dh, leaves, kept)
 
 
 @backward_input.register_fake
-def _(dh: Tensor, x: Tensor, leaves: list[Tensor], kept: list[Tensor]) -> list[Tensor]:
+def _(dh: Tensor, leaves: list[Tensor], kept: list[Tensor]) -> list[Tensor]:
     return _like(leaves[:INPUT], dh, kept)
 
 
@@ -134,12 +141,31 @@ def _through_block(
     return [flow, later(dx, h), *found1, dw2, *found2]
 
 
-def _through_input(
-    dh: Tensor, x: Tensor, leaves: list[Tensor], kept: list[Tensor], later: Callable[[Tensor, Tensor], Tensor]
+def _through_input(dh: Tensor, leaves: list[Tensor], kept: list[Tensor]) -> list[Tensor]:
+    _, _, z, *_ = kept
+    return list(batch_norm.common_backward(dh, z, *leaves[:INPUT]))
+
+
+def _finish(
+    behind: list[Tensor], later: Callable[[Tensor, Tensor], Tensor], aside: Callable[..., list[Tensor]]
 ) -> list[Tensor]:
-    mean, inverse_std, y, *_ = kept
-    dy, dw = torch.bmm(dh, leaves[INPUT - 1]), later(dh, y)
-    return [*batch_norm.common_backward(dy, x, *next(_by_norm(mean, inverse_std, leaves))), dw]
+    """Returns what `behind` comes to at the end of both blocks."""
+    if not behind:
+        return []
+    dy, x, *parts = behind
+    return [later(dy, x), *aside(_sums, *parts)]
+
+
+def _sums(*parts: Tensor) -> list[Tensor]:
+    return [t.sum(0) for t in parts]
+
+
+def _finished_like(behind: list[Tensor], kept: list[Tensor]) -> list[Tensor]:
+    if not behind:
+        return []
+    dy, x, *parts = behind
+    w = dy.new_empty(dy.shape[0], dy.shape[2], x.shape[2], dtype=kept[0].dtype)
+    return [w, *(t.new_empty(t.shape[1:]) for t in parts)]
 
 
 def _of_first(count: int, *lists: list[Tensor]) -> list[list[Tensor]]:

@@ -21,17 +21,21 @@ if KERNELS:
 def later(device: torch.device) -> Iterator[Callable[[Tensor, Tensor], Tensor]]:
     """Yields `call(dy, x)`, whose results are `weight_gradient` of both from the end of the block on.
 
-    Small ones are computed beside what the block launches. Large ones may wait for its end, so that those of the same
-    two widths are one launch. The tensors must not be written before.
+    Small ones are computed beside what the block launches. Large ones may wait, so that those of the same rows and
+    widths are one launch: until they fill a GPU, which they then do beside the rest, or for the block's end. The
+    tensors must not be written before.
     """
-    waiting: dict[frozenset[int], list[tuple[Tensor, Tensor, Tensor]]] = {}
+    waiting: dict[tuple[int, frozenset[int]], list[tuple[Tensor, Tensor, Tensor]]] = {}
     with streams.aside(device) as aside:
 
         def call(dy: Tensor, x: Tensor) -> Tensor:
             widths = dy.shape[2], x.shape[2]
             if KERNELS and weight_gradient_kernels.fits(dy, x):
                 output = dy.new_empty(dy.shape[0], *widths, dtype=torch.float32)
-                waiting.setdefault(frozenset(widths), []).append((dy, x, output))
+                alike = dy.shape[1], frozenset(widths)
+                waiting.setdefault(alike, []).append((dy, x, output))
+                if weight_gradient_kernels.fill(waiting[alike]):
+                    aside(weight_gradient_kernels.several, waiting.pop(alike))
                 return output
             small = dy.shape[0] * widths[0] * widths[1] <= SMALL
             return aside(weight_gradient, dy, x) if small else weight_gradient(dy, x)
@@ -46,6 +50,16 @@ def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
     if dy.dtype in (torch.bfloat16, torch.float16):
         return torch.bmm(dy.mT, x, out_dtype=torch.float32) if dy.is_cuda else torch.bmm(dy.mT.float(), x.float())
     return by_parts(dy, x)
+
+
+def in_parts(dy: Tensor, x: Tensor) -> Tensor:
+    """Returns parts [N, P, M, K] that add up to `weight_gradient`, where networks share x [1, B, K].
+
+    It takes little of a GPU, beside gradients that fill it.
+    """
+    if KERNELS and weight_gradient_kernels.fits_in_parts(dy, x):
+        return weight_gradient_kernels.in_parts(dy, x)
+    return weight_gradient(dy, x.expand(dy.shape[0], -1, -1)).unsqueeze(1)
 
 
 def by_parts(dy: Tensor, x: Tensor) -> Tensor:

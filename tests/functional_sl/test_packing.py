@@ -47,6 +47,6 @@ def test_another_shape_is_refused() -> None:
 
 
 def test_the_op_is_what_a_compiler_takes_it_for() -> None:
-    arguments = (tree.leaves(gradients("cpu")), torch.tensor(0.0), torch.float32)
-    for op in (packing._pack, packing._sentinel):
-        library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
+    leaves, checks = tree.leaves(gradients("cpu")), ("test_schema", "test_faketensor")
+    library.opcheck(packing._pack, (leaves, torch.tensor(0.0), torch.float32), test_utils=checks)
+    library.opcheck(packing._not_finite, (leaves, torch.float32), test_utils=checks)

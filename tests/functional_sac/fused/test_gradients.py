@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from equal import assert_bits_equal
 from torch import library
 
 from functional_sac import losses, updates
@@ -210,29 +211,39 @@ def test_batch_norm_is_torchs(device: str, dtype: torch.dtype, shape: tuple, giv
 def test_batch_norm_of_a_common_input_is_torchs(
     device: str, dtype: torch.dtype, rows: int, features: int, width: int, count: int
 ) -> None:
-    """As above; columns behind the features stay zero."""
-    draw = iter(keys.split(keys.key(0), 4))
+    """As above; columns behind the features stay zero.
+
+    The gradients are those through a product behind it: whole tensors, to a few roundings.
+    """
+    draw = iter(keys.split(keys.key(0), 5))
     x = torch.nn.functional.pad(keys.normal(next(draw), (rows, features)) + 5, (0, width - features))
     scale, bias = (keys.uniform(next(draw), (count, features)) + 0.5 * i for i in (1, 0))
-    dy = keys.normal(next(draw), (count, rows, width)).to(dtype)
+    d, w = keys.normal(next(draw), (count, rows, 64)).to(dtype), keys.normal(next(draw), (count, 64, width)).to(dtype)
     tolerance = {"rtol": 2**-7, "atol": 2**-7} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
     moments = [torch.empty(count, features, device=device) for _ in range(2)]
-    y = batch_norm.common(*(t.to(device) for t in (x, scale, bias)), *moments, dtype, 1e-5)
-    back = batch_norm.common_backward(dy.to(device), x.to(device), *moments)
+    affine = [t.to(device) for t in (scale, bias)]
+    y, z = batch_norm.common(x.to(device), *affine, *moments, dtype, 1e-5)
+    back = batch_norm.common_backward(d.to(device), z, *affine, w.to(device))
     assert (y.dtype, y.shape) == (dtype, (count, rows, width))
     assert not y[..., features:].any()
+    assert not back[2][..., features:].any()
     for n in range(count):
-        leaves = [t.clone().requires_grad_() for t in (scale[n], bias[n])]
-        normal, *stats = torch.native_batch_norm(x[:, :features], *leaves, None, None, True, 0.0, 1e-5)
-        expected = torch.autograd.grad(normal, leaves, dy[n, :, :features].float())
-        got = [t[n].float().cpu() for t in (y[..., :features], *moments, *back)]
+        leaves = [t.float().requires_grad_() for t in (scale[n].clone(), bias[n].clone(), w[n, :, :features])]
+        normal, *stats = torch.native_batch_norm(x[:, :features], *leaves[:2], None, None, True, 0.0, 1e-5)
+        expected = torch.autograd.grad(normal @ leaves[2].T, leaves, d[n].float())
+        got = [t[n, ..., :features].float().cpu() for t in (y, *moments, *back)]
         torch.testing.assert_close(got[0], normal.detach(), **tolerance)
-        torch.testing.assert_close(got[1:], [*stats, *expected], rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(got[1:3], stats, rtol=1e-3, atol=1e-3)
+        for a, b in zip(got[3:], expected, strict=True):
+            assert (a - b).norm() <= (2**-7 if dtype == torch.bfloat16 else 1e-4) * b.norm()
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_an_operator_agrees_with_its_shapes_and_changes_nothing(device: str) -> None:
-    """In BF16: types and shapes by the fake kernels, inputs left alone, gradients of weights in float32."""
+    """In BF16: types and shapes by the fake kernels, inputs left alone, gradients of weights in float32.
+
+    What is behind is whole numbers, which add up exactly.
+    """
     draw = iter(keys.split(keys.key(0), 20))
 
     def normal(*shape: int) -> torch.Tensor:
@@ -247,9 +258,16 @@ def test_an_operator_agrees_with_its_shapes_and_changes_nothing(device: str) -> 
     library.opcheck(trunk.forward, (x, leaves, 1e-5, 2), test_utils=checks)
     kept = trunk.forward(x, leaves, 1e-5, 2)
     dh = normal(2, 7, 8).bfloat16()
-    library.opcheck(trunk.backward, (dh, x, leaves, kept), test_utils=checks)
-    library.opcheck(trunk.backward_block, (dh, leaves, kept, 1), test_utils=checks)
-    whole = trunk.backward_block(dh, leaves, kept, 1)[0]
-    library.opcheck(trunk.backward_input, (whole, x, leaves, kept), test_utils=checks)
-    found = trunk.backward(dh, x, leaves, kept)
-    assert [(t.shape, t.dtype) for t in found] == [(t[1:].shape, torch.float32) for t in leaves]
+    dy, y, *parts = (
+        keys.randint(keys.key(1), shape, -9, 9).to(x) for shape in ((2, 7, 16), (2, 7, 8), (6, 2, 3), (9,))
+    )
+    behind = [dy.bfloat16(), y.bfloat16(), *parts]
+    library.opcheck(trunk.backward, (dh, leaves, kept, behind), test_utils=checks)
+    library.opcheck(trunk.backward_block, (dh, leaves, kept, 1, behind), test_utils=checks)
+    library.opcheck(trunk.backward_block, (dh, leaves, kept, 0, []), test_utils=checks)
+    whole = trunk.backward_block(dh, leaves, kept, 1, [])[0]
+    library.opcheck(trunk.backward_input, (whole, leaves, kept), test_utils=checks)
+    found = trunk.backward(dh, leaves, kept, behind)
+    assert [(t.shape, t.dtype) for t in found[:-3]] == [(t[1:].shape, torch.float32) for t in leaves]
+    for of_behind in (found[-3:], trunk.backward_block(dh, leaves, kept, 1, behind)[-3:]):
+        assert_bits_equal(of_behind, [torch.einsum("nbo,nbk->nok", dy, y), *(t.sum(0) for t in parts)])

@@ -31,14 +31,26 @@ def test_rows_in_parts_add_up() -> None:
     ("networks", "rows", "widths"), [(2, 12, (8, 6)), (2, 192, (1024, 256)), (2, 256, (256, 1024)), (5, 64, (512, 384))]
 )
 def test_all_of_them_later(device: str, dtype: torch.dtype, networks: int, rows: int, widths: tuple[int, int]) -> None:
-    """Both products of two layers, which have the widths the other way round, and one of other widths."""
-    shapes = [widths, widths[::-1], (16, 24), widths, widths[::-1]]
+    """Products of two layers, which have the widths the other way round, one of other widths, one of fewer rows."""
+    shapes = [(rows, *widths), (rows, *widths[::-1]), (rows, 16, 24), (rows, *widths), (rows // 2, *widths[::-1])]
     pairs = [
-        [whole(2 * i + j, networks, rows, width).to(device, dtype) for j, width in enumerate(shape)]
-        for i, shape in enumerate(shapes)
+        [whole(2 * i + j, networks, count, width).to(device, dtype) for j, width in enumerate(shape)]
+        for i, (count, *shape) in enumerate(shapes)
     ]
     with weight_gradients.later(torch.device(device)) as later:
         found = [later(*pair) for pair in pairs]
     for gradient, (dy, x) in zip(found, pairs, strict=True):
         assert gradient.dtype == torch.float32
         assert torch.equal(gradient.cpu(), torch.einsum("nbo,nbk->nok", dy.float().cpu(), x.float().cpu()))
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("networks", "rows", "widths"), [(2, 12, (8, 6)), (2, 1024, (256, 320)), (1, 192, (128, 64))])
+def test_parts_of_a_shared_input_add_up(
+    device: str, dtype: torch.dtype, networks: int, rows: int, widths: tuple[int, int]
+) -> None:
+    dy, x = whole(0, networks, rows, widths[0]).to(dtype), whole(1, 1, rows, widths[1]).to(dtype)
+    found = weight_gradients.in_parts(dy.to(device), x.to(device))
+    assert (found.shape[0], *found.shape[2:]) == (networks, *widths)
+    assert torch.equal(found.sum(1).cpu(), torch.einsum("nbo,bk->nok", dy.float(), x[0].float()))
