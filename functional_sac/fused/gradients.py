@@ -197,11 +197,11 @@ class Gradients:
         copies: Sequence[Tensor] = (),
     ) -> distributions.Sample:
         """Returns what `losses.next_policy` comes to; arguments as there, and `copies` as `actor` takes them."""
-        x = inputs.batch(batch).transition().next_observation.actor
+        lying = inputs.batch(batch)
         stacked = tree.map(lambda leaf: leaf.unsqueeze(0), (actor.trunk, stats))
-        weights = list(copies) or aligned([stacked[0]], products(self.losses.dtype, x))
-        h = frozen_critics.activations(*stacked, weights, x)
-        return _sample(actor_head.forward(h, actor, x.dtype)[0], noise)
+        weights = list(copies) or aligned([stacked[0]], products(self.losses.dtype, lying.rows))
+        h = frozen_critics.activations(*stacked, weights, lying)
+        return _sample(actor_head.forward(h, actor, lying.rows.dtype)[0], noise)
 
 
 def products(dtype: torch.dtype, x: Tensor) -> torch.dtype:
