@@ -114,10 +114,10 @@ class Updates:
         """Returns a state whose next updates need not make their copies of the weights."""
         if not self.fused:
             return state
-        actor = tree.map(lambda leaf: leaf.unsqueeze(0), state.actor.params.trunk)
-        critics = [state.critic.params.trunk, state.target.trunk]
-        dtype = products(self.loss.dtype, actor.w)
-        actor, critics = (tuple(aligned(trunks, dtype)) for trunks in ([actor], critics))
+        actor = tree.map(lambda leaf: leaf.unsqueeze(0), state.actor.params)
+        critics = [state.critic.params, state.target]
+        dtype = products(self.loss.dtype, actor.mean_w)
+        actor, critics = (tuple(aligned(stacked, dtype)) for stacked in ([actor], critics))
         return state._replace(actor_copies=actor, critic_copies=critics)
 
     def foresee(

@@ -37,16 +37,17 @@ def lower_value(
     Args:
       critic: both critics, stacked [2, ...].
       stats: their running statistics, likewise.
-      leaves: their trunks, `alignment.aligned` in the type of the products.
+      leaves: of both, `alignment.aligned` in the type of the products.
       x: [B, I], observations and, in the last columns, actions.
       actions: A.
       minimum: the lowest atom.
       maximum: the highest atom.
     """
+    *leaves, scale, w = leaves
     own, *rest = _norms(critic.trunk, stats)
     y = inputs.normalised(x, None, 0, *own, leaves[INPUT_WEIGHT].dtype)
     h, tape = _forward(y, leaves, rest)
-    value, dh = critic_heads.lower_value(h, critic, minimum, maximum)
+    value, dh = critic_heads.lower_value(h, scale, w, critic.b, minimum, maximum)
     d = frozen_blocks.masked(dh, tape[-1].passed, *tape[-1].second)
     for block, before in zip(reversed(tape), [*reversed(tape[:-1]), None], strict=True):
         d = frozen_blocks.inner_backward(d, block.w2, block.y, *block.first)
