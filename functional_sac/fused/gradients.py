@@ -154,8 +154,9 @@ class Gradients:
         critic_copies: Sequence[Tensor] = (),
         send: Send | None = None,
     ) -> tuple[Actor, Tensor, Aux]:
-        """Returns what `losses.actor` comes to; arguments as there and in `make_step`, and what `actor_forward` left.
+        """Returns what `losses.actor` comes to, but for the metrics of what the policy does, see `losses.behaviour`.
 
+        Arguments are as there and in `make_step`, and what `actor_forward` left.
         `critic_copies` are those that `critic` takes.
         """
         loss, batch = self.losses, inputs.batch(batch).transition()
