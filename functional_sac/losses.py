@@ -168,7 +168,7 @@ class Losses:
         log_probs, _ = ensemble(critic, critic_stats, observed, policy.action, training=False, dtype=self.dtype)
         q = value.expectation(log_probs, self._atoms(log_probs)).amin(0)
         loss, metrics = self.policy_value(policy, q, log_temperature, batch)
-        return loss, Aux(stats, metrics)
+        return loss, Aux(stats, {**metrics, **self.behaviour(policy)})
 
     def policy_value(
         self, policy: distributions.Sample, q: Tensor, log_temperature: Tensor, batch: Transition
@@ -178,10 +178,12 @@ class Losses:
         loss = (torch.exp(log_temperature) * log_prob - q).mean()
         if self.config.bc_alpha > 0:
             loss = loss + self.config.bc_alpha * q.abs().mean().detach() * ((action - batch.action) ** 2).mean()
-        entropy = self.entropy(log_prob)
+        return loss, {"actor_loss": loss, "q": q.mean()}
+
+    def behaviour(self, policy: distributions.Sample) -> dict[str, Tensor]:
+        """Returns the metrics of what a policy does [B, ...], whatever it is worth."""
         # Compiled, a row's mean is one more sum beside its log-probability; a mean over all is two kernels.
-        mean_action = action.mean(-1).mean()
-        return loss, {"actor_loss": loss, "entropy": entropy, "mean_action": mean_action, "q": q.mean()}
+        return {"entropy": self.entropy(policy.log_prob), "mean_action": policy.action.mean(-1).mean()}
 
     def entropy(self, log_prob: Tensor) -> Tensor:
         """Returns the entropy () of a policy by the log-probabilities [B] of what it does."""

@@ -62,7 +62,7 @@ class Foreseen(NamedTuple):
 
     forward: Forward
     temperature: StepState  # after its update
-    metrics: Metrics  # of the temperature
+    metrics: Metrics  # of the temperature, and of what the policy does
 
 
 class CriticPart(NamedTuple):
@@ -114,10 +114,10 @@ class Updates:
         """Returns a state whose next updates need not make their copies of the weights."""
         if not self.fused:
             return state
-        actor = tree.map(lambda leaf: leaf.unsqueeze(0), state.actor.params.trunk)
-        critics = [state.critic.params.trunk, state.target.trunk]
-        dtype = products(self.loss.dtype, actor.w)
-        actor, critics = (tuple(aligned(trunks, dtype)) for trunks in ([actor], critics))
+        actor = tree.map(lambda leaf: leaf.unsqueeze(0), state.actor.params)
+        critics = [state.critic.params, state.target]
+        dtype = products(self.loss.dtype, actor.mean_w)
+        actor, critics = (tuple(aligned(stacked, dtype)) for stacked in ([actor], critics))
         return state._replace(actor_copies=actor, critic_copies=critics)
 
     def foresee(
@@ -133,8 +133,9 @@ class Updates:
         `copies` are the actor's, see `SACState`.
         """
         forward = Gradients(self.loss).actor_forward(actor, batch, noise, copies)
-        temperature, _, heat = self.temperature.update(temperature, self.loss.entropy(forward.log_prob))
-        return Foreseen(forward, temperature, heat.metrics)
+        behaviour = self.loss.behaviour(Sample(forward.seen[:, -self.spec.action_dim :], forward.log_prob))
+        temperature, _, heat = self.temperature.update(temperature, behaviour["entropy"])
+        return Foreseen(forward, temperature, {**behaviour, **heat.metrics})
 
     def policy(
         self,
@@ -162,12 +163,12 @@ class Updates:
             foreseen = foreseen or self.foresee(part.temperature, part.actor.params, batch, noise, part.actor_copies)
             inputs = (foreseen.forward, *inputs, critic_copies)
             actor, found, ok, aux = self._descend(self.actor, part.actor, (), part.actor_copies, inputs)
-            temperature, heat, copies = foreseen.temperature, foreseen.metrics, found.copies
+            temperature, others, copies = foreseen.temperature, foreseen.metrics, found.copies
         else:
             actor, ok, aux = self.actor.update(part.actor, *inputs, scale=self._scale(part))
             temperature, _, found = self.temperature.update(part.temperature, aux.metrics["entropy"])
-            heat, copies = found.metrics, ()
-        return PolicyPart(actor, temperature, self._rescale(part.scale, ok), copies), {**aux.metrics, **heat}
+            others, copies = found.metrics, ()
+        return PolicyPart(actor, temperature, self._rescale(part.scale, ok), copies), {**aux.metrics, **others}
 
     def next_policy(
         self, actor: Actor, stats: Stats, batch: Transition | Batch, noise: Tensor, copies: tuple[Tensor, ...] = ()

@@ -20,10 +20,17 @@ class Tape(NamedTuple):
     w: Tensor  # [2A, H], padded
 
 
-def forward(h: Tensor, actor: Actor, dtype: torch.dtype) -> tuple[Tensor, Tape]:
-    """Returns means and raw deviations side by side, [B, 2A] in `dtype`, of activations [1, B, H]; and the tape."""
-    normal = rms_norm.forward(h, actor.trunk.post_scale.unsqueeze(0), h.dtype, RMS_EPS).squeeze(0)
-    w = networks.padded_rows(torch.cat([actor.mean_w, actor.std_w])).to(h.dtype)
+def forward(h: Tensor, scale: Tensor, w: Tensor, actor: Actor, dtype: torch.dtype) -> tuple[Tensor, Tape]:
+    """Returns means and raw deviations side by side, and the tape.
+
+    Args:
+      h: [1, B, H].
+      scale: [1, H] of the RMS norm.
+      w: [1, M, H] of both heads, padded, in the type of h.
+      actor: with their biases.
+      dtype: of what is returned, [B, 2A].
+    """
+    normal, w = rms_norm.forward(h, scale, h.dtype, RMS_EPS).squeeze(0), w.squeeze(0)
     outputs = 2 * actor.mean_b.shape[0]
     raw = torch.mm(normal, w.mT)[:, :outputs].to(dtype) + torch.cat([actor.mean_b, actor.std_b])
     return raw, Tape(h, normal, w)

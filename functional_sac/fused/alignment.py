@@ -1,4 +1,4 @@
-"""The weights of a trunk as its products read them: stacked, padded and in their type, by one op.
+"""The weights of a network as its products read them: stacked, padded and in their type, by one op.
 
 Between updates `descent` writes them anew together with the parameters.
 
@@ -15,39 +15,60 @@ import torch.nn.functional as F
 from torch import Tensor, library
 
 from functional_sac import networks
-from functional_sac.networks import Trunk
+from functional_sac.networks import Actor, Critic
 from functional_sl import tree
 from functional_sl.kernels import buildable
 
 INPUT_WEIGHT = 2  # its place among the leaves
 
 
-def aligned(trunks: Sequence[Trunk], dtype: torch.dtype) -> list[Tensor]:
-    """Returns the leaves of stacked trunks as `trunk.forward` takes them.
+def aligned(stacked: Sequence[Actor] | Sequence[Critic], dtype: torch.dtype) -> list[Tensor]:
+    """Returns the leaves of stacked networks as products take them.
 
     Args:
-      trunks: leaves [M, ...], with an M of each trunk's own.
+      stacked: leaves [M, ...], with an M of each one's own.
       dtype: of the products.
 
     Returns:
-      Leaves [N, ...] in new memory, N the sum of all M, without the scale of the RMS norm; matrices are in the type
-      of the products, and the rows of `w` have a multiple of eight features.
+      Leaves [N, ...] in new memory, N the sum of all M: those of the trunks as `trunk.forward` takes them, the scale
+      of the RMS norm and the matrix of the head, of both heads as one. Matrices are in the type of the products; the
+      rows of the trunks' `w` have a multiple of eight features, and a head has a multiple of eight rows.
     """
-    return _align(*parts(trunks), dtype)
+    return _unfolded(_align(*parts(stacked), dtype))
 
 
-def parts(trunks: Sequence[Trunk]) -> tuple[list[Tensor], list[int]]:
-    """Returns the leaves of one trunk after the other, and the widths to which those of a trunk are padded."""
-    leaves = [tree.leaves(trunk._replace(post_scale=())) for trunk in trunks]
-    widths = [leaf.shape[-1] for leaf in leaves[0]]
+def parts(stacked: Sequence[Actor] | Sequence[Critic]) -> tuple[list[Tensor], list[int]]:
+    """Returns the leaves of one network after the other, heads as one row, and the widths to which they are padded."""
+    leaves = []
+    for network in stacked:
+        w, *others = _heads(network)
+        w = torch.cat([w, *others], 1) if others else w
+        leaves += [*tree.leaves(network.trunk), w.flatten(1).unsqueeze(1)]
+    widths = [leaf.shape[-1] for leaf in leaves[: len(leaves) // len(stacked)]]
     widths[INPUT_WEIGHT] += -widths[INPUT_WEIGHT] % networks.ALIGNMENT
-    return [leaf for own in leaves for leaf in own], widths
+    widths[-1] += -w.shape[1] % networks.ALIGNMENT * w.shape[2]
+    return leaves, widths
 
 
-def empty(trunks: Sequence[Trunk], dtype: torch.dtype) -> list[Tensor]:
+def empty(stacked: Sequence[Actor] | Sequence[Critic], dtype: torch.dtype) -> list[Tensor]:
     """Returns room for what `aligned` returns."""
-    leaves, widths = parts(trunks)
-    return [leaves[0].new_empty(shape, dtype=kind) for shape, kind in shapes(leaves, widths, dtype)]
+    leaves, heads = tree.leaves(stacked[0].trunk), _heads(stacked[0])
+    sizes = [list(leaf.shape[1:]) for leaf in (*leaves, heads[0])]
+    sizes[INPUT_WEIGHT][-1] += -sizes[INPUT_WEIGHT][-1] % networks.ALIGNMENT
+    rows = sum(w.shape[1] for w in heads)
+    sizes[-1][0] = rows + -rows % networks.ALIGNMENT
+    count, kind = sum(network.trunk.post_scale.shape[0] for network in stacked), leaves[0].dtype
+    return [leaves[0].new_empty(count, *size, dtype=dtype if len(size) > 1 else kind) for size in sizes]
+
+
+def _heads(network: Actor | Critic) -> list[Tensor]:
+    return [network.w] if isinstance(network, Critic) else [network.mean_w, network.std_w]
+
+
+def _unfolded(leaves: list[Tensor]) -> list[Tensor]:
+    """Returns leaves whose last one, a head, is [N, rows, H] again; before it lies the RMS norm's scale [N, H]."""
+    *others, scale, head = leaves
+    return [*others, scale, head.view(head.shape[0], -1, scale.shape[-1])]
 
 
 def shapes(leaves: Sequence[Tensor], widths: Sequence[int], dtype: torch.dtype) -> list[tuple[list[int], torch.dtype]]:

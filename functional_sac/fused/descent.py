@@ -53,7 +53,7 @@ def descend(
       ok: () bool, the gate's.
       rate: (), the learning rate.
       tau: weight of the new parameters in the target.
-      copies: the type of the products, for which the new trunks are to be `alignment.aligned`: parameters, then target.
+      copies: the type of the products, for which the new ones are to be `alignment.aligned`: parameters, then target.
     """
     leaves, structure = tree.flatten(params)
     others, target_structure = tree.flatten(target)
@@ -92,7 +92,7 @@ def _descend(
     if behind:
         behind = tree.where(ok, tree.lerp(behind, tree.leaves(new), tau), behind)
     found = [*tree.where(ok, [new_mu, new_nu], [mu, nu]), *tree.leaves(new), *behind]
-    return found if copies is None else [*found, *alignment.aligned(trunks(network, tree.leaves(new), behind), copies)]
+    return found if copies is None else [*found, *alignment.aligned(stacked(network, tree.leaves(new), behind), copies)]
 
 
 @_descend.register_fake
@@ -101,12 +101,12 @@ def _(
     nu: Tensor, *numbers: object,
 ) -> list[Tensor]:  # fmt: skip
     found = [leaf.new_empty(leaf.shape) for leaf in (mu, nu, *params, *target)]
-    return found if numbers[-1] is None else [*found, *alignment.empty(trunks(network, params, target), numbers[-1])]
+    return found if numbers[-1] is None else [*found, *alignment.empty(stacked(network, params, target), numbers[-1])]
 
 
-def trunks(network: str, params: Sequence[Tensor], target: Sequence[Tensor]) -> list[Trunk]:
-    """Returns the stacked trunks, [N, ...], that lie in the leaves of parameters and target."""
-    found = [network_of(network, leaves).trunk for leaves in (params, target) if leaves]
+def stacked(network: str, params: Sequence[Tensor], target: Sequence[Tensor]) -> list[Actor] | list[Critic]:
+    """Returns the stacked networks, [N, ...], whose leaves those of parameters and target are."""
+    found = [network_of(network, leaves) for leaves in (params, target) if leaves]
     return found if network == "Critic" else tree.map(lambda leaf: leaf.unsqueeze(0), found)
 
 
@@ -135,6 +135,6 @@ if buildable():
     def _(network: str, params: Sequence[Tensor], target: Sequence[Tensor], *given: object) -> list[Tensor]:
         *given, tau, dtype = given
         names = tuple(tree.names(skeleton(network, len(params))))
-        copies = [] if dtype is None else alignment.empty(trunks(network, params, target), dtype)
+        copies = [] if dtype is None else alignment.empty(stacked(network, params, target), dtype)
         gradients, mu, nu, *numbers = given
         return descent_kernels.descend(names, params, target, gradients, (mu, nu), numbers, copies, tau)

@@ -50,8 +50,8 @@ def _copy(copy, value, row, column, inside, ROWS: tl.constexpr, WIDTH: tl.conste
 
 @triton.jit
 def _settle(
-    new, target, new_target, copy, old, value, row, column, is_open,
-    ROWS: tl.constexpr, LENGTH: tl.constexpr, WIDTH: tl.constexpr, AVERAGE: tl.constexpr, TAU: tl.constexpr,
+    new, target, new_target, copy, old, value, row, slot, column, is_open, ROWS: tl.constexpr, LENGTH: tl.constexpr,
+    SLOTS: tl.constexpr, WIDTH: tl.constexpr, AVERAGE: tl.constexpr, TAU: tl.constexpr,
 ):  # fmt: skip
     """Selects a tile of a leaf and moves its target; copies both where they have a width."""
     place = row[:, None] * LENGTH + column[None, :]
@@ -59,24 +59,27 @@ def _settle(
     value = tl.where(is_open, value, old)
     tl.store(new + place, value, mask=inside)
     if WIDTH > 0:
-        _copy(copy, value, row, column, inside, ROWS, WIDTH)
+        _copy(copy, value, slot, column, inside, SLOTS, WIDTH)
     if AVERAGE:
         behind = tl.load(target + place, mask=inside, other=0.0)
         behind = tl.where(is_open, behind + TAU * (value - behind), behind)
         tl.store(new_target + place, behind, mask=inside)
         if WIDTH > 0:
-            _copy(copy + ROWS * WIDTH, behind, row, column, inside, ROWS, WIDTH)
+            _copy(copy + SLOTS * WIDTH, behind, slot, column, inside, SLOTS, WIDTH)
 
 
 @triton.jit
 def _rows(
-    params, targets, gradients, vectors, new, new_targets, new_vectors, copies, row, is_open, step, inverse_root,
+    params, targets, gradients, vectors, new, new_targets, new_vectors, copies, slot, is_open, step, inverse_root,
     i: tl.constexpr, KIND: tl.constexpr, START: tl.constexpr, ROWS: tl.constexpr, LENGTH: tl.constexpr,
     WIDTH: tl.constexpr, HEIGHT: tl.constexpr, MATRIX: tl.constexpr, ROW: tl.constexpr, COLUMN: tl.constexpr,
-    R: tl.constexpr, C: tl.constexpr, AVERAGE: tl.constexpr, TAU: tl.constexpr,
+    R: tl.constexpr, C: tl.constexpr, PADDED: tl.constexpr, AVERAGE: tl.constexpr, TAU: tl.constexpr,
 ):  # fmt: skip
-    """Takes R rows of leaf i through the update."""
-    row += tl.arange(0, R)
+    """Takes R rows of leaf i through the update, by their slots in the copy, of which some may stay empty."""
+    slot += tl.arange(0, R)
+    within = slot % PADDED
+    row = tl.where(within < HEIGHT, slot // PADDED * HEIGHT + within, ROWS) if PADDED > HEIGHT else slot
+    SLOTS: tl.constexpr = ROWS // HEIGHT * PADDED
     column = tl.arange(0, C)
     place = row[:, None] * LENGTH + column[None, :]
     inside = (row < ROWS)[:, None] & (column < LENGTH)[None, :]
@@ -101,12 +104,12 @@ def _rows(
         if KIND == _PAIR:
             bias *= factor
             _settle(
-                new[i + 1], targets[i + 1], new_targets[i + 1], copies[i + 1], old_bias, bias, row, column,
-                is_open, ROWS, LENGTH, WIDTH, AVERAGE, TAU,
+                new[i + 1], targets[i + 1], new_targets[i + 1], copies[i + 1], old_bias, bias, row, slot,
+                column, is_open, ROWS, LENGTH, SLOTS, WIDTH, AVERAGE, TAU,
             )  # fmt: skip
     _settle(
-        new[i], targets[i], new_targets[i], copies[i], old, value, row, column, is_open, ROWS, LENGTH, WIDTH,
-        AVERAGE, TAU,
+        new[i], targets[i], new_targets[i], copies[i], old, value, row, slot, column, is_open, ROWS, LENGTH, SLOTS,
+        WIDTH, AVERAGE, TAU,
     )  # fmt: skip
 
 
@@ -126,7 +129,7 @@ def _descend(
                 leaves, targets, gradients, vectors, new, new_targets, new_vectors, copies,
                 (program - PLAN[n][0]) * PLAN[n][12], is_open, step, inverse_root, PLAN[n][2], PLAN[n][3], PLAN[n][4],
                 PLAN[n][5], PLAN[n][6], PLAN[n][7], PLAN[n][8], PLAN[n][9], PLAN[n][10], PLAN[n][11], PLAN[n][12],
-                PLAN[n][13], AVERAGE, TAU,
+                PLAN[n][13], PLAN[n][14], AVERAGE, TAU,
             )  # fmt: skip
 
 
@@ -149,7 +152,7 @@ def descend(
       gradients: likewise, in types and places of their own.
       moments: [P].
       numbers: the gate's answer, the step size and the root of the mean square's correction, 0-d.
-      copies: take the first leaves of the parameters, then of the target, in their own type and widths; or none.
+      copies: take leaves of the parameters, then of the target, see `alignment.aligned`; or none.
       tau: weight of the new parameters in the target.
 
     Returns:
@@ -159,12 +162,13 @@ def descend(
     new_moments, new = ([torch.empty_like(tensor) for tensor in tensors] for tensors in (moments, leaves))
     gradients = [_slope(name, leaf) for name, leaf in zip(names, gradients, strict=True)]
     own, places = len(params), tuple((leaf.shape[1], *leaf.stride()) for leaf in gradients)
-    plan = _plan(names, tuple(tuple(leaf.shape) for leaf in params), tuple(copy.shape[-1] for copy in copies), places)
     # Without a target the last leaves are those of the parameters, which nobody then reads or writes; so with copies.
+    rooms, sizes = zip(*_rooms(names, new[:own], copies), strict=True)
+    plan = _plan(names, tuple(tuple(leaf.shape) for leaf in params), sizes, places)
     launch(
         _descend, (plan[-1][1],), tuple(leaves[:own]), tuple(leaves[-own:]), tuple(gradients), tuple(moments), *numbers,
-        tuple(new[:own]), tuple(new[-own:]), tuple(new_moments), (*copies, *new[len(copies) : own]), PLAN=plan,
-        COUNT=len(plan), AVERAGE=bool(target), TAU=tau,
+        tuple(new[:own]), tuple(new[-own:]), tuple(new_moments), rooms, PLAN=plan, COUNT=len(plan),
+        AVERAGE=bool(target), TAU=tau,
     )  # fmt: skip
     return [*new_moments, *new, *copies]
 
@@ -175,28 +179,47 @@ def _slope(name: str, gradient: Tensor) -> Tensor:
     return matrices(gradient.contiguous() if alike else gradient)
 
 
+def _rooms(
+    names: tuple[str, ...], leaves: Sequence[Tensor], copies: list[Tensor]
+) -> list[tuple[Tensor, tuple[int, int]]]:
+    """Returns what takes each leaf's copy, its width, and as how many rows a matrix lies there if they are more.
+
+    Heads share the last copy, with the padding behind the last of them. Without a copy the width is 0.
+    """
+    rooms = [(leaf, (0, 0)) for leaf in leaves]
+    if copies:
+        *others, free = copies
+        rooms[: len(others)] = [(copy, (copy.shape[-1], 0)) for copy in others]
+        heads = [i for i, name in enumerate(names) if "/" not in name and name.endswith("w")]
+        for i in heads:
+            rows = free.shape[1] if i == heads[-1] else leaves[i].shape[-2]
+            rooms[i], free = (free, (free.shape[-1], rows)), free[:, rows:]
+    return rooms
+
+
 @functools.cache
 def _plan(
     names: tuple[str, ...],
     shapes: tuple[tuple[int, ...], ...],
-    widths: tuple[int, ...],
+    sizes: tuple[tuple[int, int], ...],
     places: tuple[tuple[int, ...], ...],
 ) -> tuple[tuple[int, ...], ...]:
     """Returns what each branch takes, as tuples of constants.
 
     They are the first program and the one behind the last, leaf, kind, place in [P], rows, length, width of the copy or
-    0, rows of a matrix of the gradient and its strides, and the rows and columns of a tile.
+    0, rows of a matrix of the gradient and its strides, the rows and columns of a tile, and rows of a matrix there.
     """
     plan, first, start = [], 0, 0
     for i, (name, shape) in enumerate(zip(names, shapes, strict=True)):
         rows, length = math.prod(shape[:-1]), shape[-1]
-        width = widths[i] if i < len(widths) else 0
+        width, padded = sizes[i][0], sizes[i][1] or places[i][0]
         columns = triton.next_power_of_2(max(length, width))
         height = max(1, TILE // columns)
         # A bias goes with the scale before it.
         if not name.endswith("/bias"):
-            last = first + triton.cdiv(rows, height)
-            plan.append((first, last, i, _kind(name).value, start, rows, length, width, *places[i], height, columns))
+            last = first + triton.cdiv(rows // places[i][0] * padded, height)
+            at = (first, last, i, _kind(name).value, start)
+            plan.append((*at, rows, length, width, *places[i], height, columns, padded))
             first = last
         start += rows * length
     return tuple(plan)

@@ -29,10 +29,9 @@ def fits(x: Tensor, features: int) -> bool:
     return product_tiles.tile(*x.shape[:2], features, x.shape[2]) is not None
 
 
-def affine(norm: BatchNorm, stats: Stats) -> tuple[Tensor, Tensor]:
-    """Returns the slope and the offset [N, 1, F] that a norm [N, F] and its running statistics [N, F] come to."""
-    slope = _slope(norm.scale, stats.var)
-    return slope, norm.bias.unsqueeze(1) - stats.mean.unsqueeze(1) * slope
+def slope(scale: Tensor, var: Tensor) -> Tensor:
+    """Returns the slope [N, 1, F] that the scale [N, F] of a norm and the running variance [N, F] come to."""
+    return (scale * torch.rsqrt(var + BN_EPS)).unsqueeze(1)
 
 
 def inner(h: Tensor, w: Tensor, norm: BatchNorm, stats: Stats) -> Tensor:
@@ -54,7 +53,7 @@ def outer(y: Tensor, w: Tensor, norm: BatchNorm, stats: Stats, h: Tensor) -> tup
 
 def masked(dh: Tensor, passed: Tensor, scale: Tensor, var: Tensor) -> Tensor:
     """Returns the gradient of what `outer` normalised, [N, B, F], from that of its result."""
-    return torch.where(passed, dh * _slope(scale, var), 0.0).to(dh.dtype)
+    return torch.where(passed, dh * slope(scale, var), 0.0).to(dh.dtype)
 
 
 def inner_backward(d: Tensor, w: Tensor, y: Tensor, scale: Tensor, var: Tensor) -> Tensor:
@@ -94,13 +93,10 @@ def added(d: Tensor, w: Tensor, dh: Tensor) -> Tensor:
     return run(d, w, dh, None, None, None)[0]
 
 
-def _slope(scale: Tensor, var: Tensor) -> Tensor:
-    return (scale * torch.rsqrt(var + BN_EPS)).unsqueeze(1)
-
-
 def _plain_inner(h: Tensor, w: Tensor, scale: Tensor, bias: Tensor, mean: Tensor, var: Tensor) -> Tensor:
-    slope, offset = affine(BatchNorm(scale, bias), Stats(mean, var))
-    return torch.relu(torch.addcmul(offset, torch.bmm(h, w.mT).to(slope.dtype), slope)).to(h.dtype)
+    factor = slope(scale, var)
+    offset = bias.unsqueeze(1) - mean.unsqueeze(1) * factor
+    return torch.relu(torch.addcmul(offset, torch.bmm(h, w.mT).to(factor.dtype), factor)).to(h.dtype)
 
 
 def _plain_outer(

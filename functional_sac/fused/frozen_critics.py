@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from functional_sac import networks
-from functional_sac.fused import critic_heads, frozen_blocks
+from functional_sac.fused import critic_heads, frozen_blocks, inputs
 from functional_sac.fused.alignment import INPUT_WEIGHT
+from functional_sac.fused.inputs import Batch
 from functional_sac.fused.trunk import LEAVES
 from functional_sac.networks import ALIGNMENT, BatchNorm, Critic, Stats, Trunk
 
@@ -36,14 +37,17 @@ def lower_value(
     Args:
       critic: both critics, stacked [2, ...].
       stats: their running statistics, likewise.
-      leaves: their trunks, `alignment.aligned` in the type of the products.
+      leaves: of both, `alignment.aligned` in the type of the products.
       x: [B, I], observations and, in the last columns, actions.
       actions: A.
       minimum: the lowest atom.
       maximum: the highest atom.
     """
-    h, slope, tape = _forward(critic.trunk, stats, leaves, x)
-    value, dh = critic_heads.lower_value(h, critic, minimum, maximum)
+    *leaves, scale, w = leaves
+    own, *rest = _norms(critic.trunk, stats)
+    y = inputs.normalised(x, None, 0, *own, leaves[INPUT_WEIGHT].dtype)
+    h, tape = _forward(y, leaves, rest)
+    value, dh = critic_heads.lower_value(h, scale, w, critic.b, minimum, maximum)
     d = frozen_blocks.masked(dh, tape[-1].passed, *tape[-1].second)
     for block, before in zip(reversed(tape), [*reversed(tape[:-1]), None], strict=True):
         d = frozen_blocks.inner_backward(d, block.w2, block.y, *block.first)
@@ -56,28 +60,27 @@ def lower_value(
     begin = observed // ALIGNMENT * ALIGNMENT
     w = leaves[INPUT_WEIGHT][..., begin:]
     dx = torch.bmm(dh, w)[..., observed - begin : x.shape[-1] - begin]
-    return value, (dx * slope[..., observed:]).sum(0)
+    slope = frozen_blocks.slope(own[0].scale[..., observed:], own[1].var[..., observed:])
+    return value, (dx * slope).sum(0)
 
 
-def activations(trunk: Trunk, stats: Stats, leaves: list[Tensor], x: Tensor) -> Tensor:
-    """Returns what N stacked trunks make of their common input [B, I], before the RMS norm: [N, B, H]."""
-    return _forward(trunk, stats, leaves, x)[0]
-
-
-def _forward(trunk: Trunk, stats: Stats, leaves: list[Tensor], x: Tensor) -> tuple[Tensor, Tensor, list[_Block]]:
-    """Returns activations, the first slope, and of every block what its backward pass reads."""
+def activations(trunk: Trunk, stats: Stats, leaves: list[Tensor], batch: Batch) -> Tensor:
+    """Returns what N stacked trunks make of an actor's next observations, before the RMS norm: [N, B, H]."""
     own, *rest = _norms(trunk, stats)
-    slope, offset = frozen_blocks.affine(*own)
+    return _forward(batch.next_actor_input(*own, leaves[INPUT_WEIGHT].dtype), leaves, rest)[0]
+
+
+def _forward(y: Tensor, leaves: list[Tensor], norms: list[tuple[BatchNorm, Stats]]) -> tuple[Tensor, list[_Block]]:
+    """Returns the activations [N, B, H] of a normalised input, and of every block what its backward pass reads."""
     w, *blocks = leaves[INPUT_WEIGHT:]
-    y = networks.padded(torch.addcmul(offset, x, slope)).to(w.dtype)
     h, tape = torch.bmm(y, w.mT), []
     matrices = blocks[::LEAVES], blocks[LEAVES // 2 :: LEAVES]
-    for w1, w2, first, second in zip(*matrices, rest[::2], rest[1::2], strict=True):
+    for w1, w2, first, second in zip(*matrices, norms[::2], norms[1::2], strict=True):
         y = frozen_blocks.inner(h, w1, *first)
         h, passed = frozen_blocks.outer(y, w2, *second, h)
         slopes = [(norm.scale, running.var) for norm, running in (first, second)]
         tape.append(_Block(w1, w2, y, passed, *slopes))
-    return h, slope, tape
+    return h, tape
 
 
 def _norms(trunk: Trunk, stats: Stats) -> list[tuple[BatchNorm, Stats]]:

@@ -116,17 +116,17 @@ class Gradients:
     ) -> tuple[Critic, Tensor, Aux]:
         """Returns what `losses.critic` towards `losses.critic_goal` comes to; arguments as there and in `make_step`.
 
-        `copies` are the trunks of both, `alignment.aligned`, where they are there already.
+        `copies` are the weights of both, `alignment.aligned`, where they are there already.
         """
         loss, lying = self.losses, inputs.batch(batch)
         x, batch = lying.critic_input(policy.action), lying.transition()
-        leaves = list(copies) or aligned([params.trunk, target.trunk], products(loss.dtype, x))
+        *leaves, scale, w = list(copies) or aligned([params, target], products(loss.dtype, x))
         mean, inverse_std, *_, h = kept = trunk.forward(x, leaves, BN_EPS, params.b.shape[0])
         of_online = moved(stats.online, mean[:2], inverse_std[:2], x.shape[0])
         of_target = moved(stats.target, mean[2:], inverse_std[2:], x.shape[0])
         entropy_term = loss.entropy_term(policy, log_temperature)
         backup = critic_heads.Backup(batch.reward, batch.terminated, entropy_term, *loss.atoms, loss.discount)
-        dh, behind = critic_heads.loss_gradient(h, params, target, backup)
+        dh, behind = critic_heads.loss_gradient(h, scale, w, params, target, backup)
         of_trunk, value, of_behind = through_trunk(dh, leaves, kept, behind, critic_heads.finished, send)
         post_scale, *heads = of_behind
         own = gradients(params.trunk, of_trunk, post_scale)
@@ -138,15 +138,15 @@ class Gradients:
     ) -> Forward:
         """Returns what `actor` needs and the critics have no part in; arguments as in `losses.actor`.
 
-        `copies` are the actor's trunk, `alignment.aligned`.
+        `copies` are the actor's weights, `alignment.aligned`.
         """
         lying = inputs.batch(batch)
         # The next observations share the batch statistics, not the loss.
         x, batch = lying.actor_input(), lying.transition()
-        rows, stacked = batch.reward.shape[0], tree.map(lambda leaf: leaf.unsqueeze(0), params.trunk)
-        leaves = list(copies) or aligned([stacked], products(self.losses.dtype, x))
+        rows = batch.reward.shape[0]
+        *leaves, scale, w = list(copies) or _aligned(params, products(self.losses.dtype, x))
         kept = trunk.forward(x, leaves, BN_EPS, 1)
-        raw, tape = actor_head.forward(kept[-1][:, :rows], params, x.dtype)
+        raw, tape = actor_head.forward(kept[-1][:, :rows], scale, w, params, x.dtype)
         policy = _sample(raw, noise[:rows])
         seen = torch.cat([critic_view(batch.observation), policy.action], -1)
         return Forward(x, leaves, kept, raw, tape.normal, tape.w, seen, policy.log_prob)
@@ -164,8 +164,9 @@ class Gradients:
         critic_copies: Sequence[Tensor] = (),
         send: Send | None = None,
     ) -> tuple[Actor, Tensor, Aux]:
-        """Returns what `losses.actor` comes to; arguments as there and in `make_step`, and what `actor_forward` left.
+        """Returns what `losses.actor` comes to, but for the metrics of what the policy does, see `losses.behaviour`.
 
+        Arguments are as there and in `make_step`, and what `actor_forward` left.
         `critic_copies` are those that `critic` takes.
         """
         loss, batch = self.losses, inputs.batch(batch).transition()
@@ -181,7 +182,7 @@ class Gradients:
             return loss.policy_value(distributions.Sample(action, log_prob), q, log_temperature, batch)
 
         actions = noise.shape[-1]
-        weights = [leaf[: critic.b.shape[0]] for leaf in critic_copies] or aligned([critic.trunk], dtype)
+        weights = [leaf[: critic.b.shape[0]] for leaf in critic_copies] or aligned([critic], dtype)
         q, slope = frozen_critics.lower_value(critic, critic_stats, weights, forward.seen, actions, *loss.atoms)
         (daction, dlog_prob, dq), (found, metrics) = torch.func.grad_and_value(value, (0, 1, 2), has_aux=True)(
             forward.seen[:, -actions:], forward.log_prob, q
@@ -209,16 +210,20 @@ class Gradients:
         copies: Sequence[Tensor] = (),
     ) -> distributions.Sample:
         """Returns what `losses.next_policy` comes to; arguments as there, and `copies` as `actor` takes them."""
-        x = inputs.batch(batch).transition().next_observation.actor
+        lying = inputs.batch(batch)
         stacked = tree.map(lambda leaf: leaf.unsqueeze(0), (actor.trunk, stats))
-        weights = list(copies) or aligned([stacked[0]], products(self.losses.dtype, x))
-        h = frozen_critics.activations(*stacked, weights, x)
-        return _sample(actor_head.forward(h, actor, x.dtype)[0], noise)
+        *leaves, scale, w = list(copies) or _aligned(actor, products(self.losses.dtype, lying.rows))
+        h = frozen_critics.activations(*stacked, leaves, lying)
+        return _sample(actor_head.forward(h, scale, w, actor, lying.rows.dtype)[0], noise)
 
 
 def products(dtype: torch.dtype, x: Tensor) -> torch.dtype:
     """Returns the type of the products for tensors like x; float64 ones stay float64, for tests in higher precision."""
     return x.dtype if dtype == torch.float32 else dtype
+
+
+def _aligned(actor: Actor, dtype: torch.dtype) -> list[Tensor]:
+    return aligned([tree.map(lambda leaf: leaf.unsqueeze(0), actor)], dtype)
 
 
 def _sample(raw: Tensor, noise: Tensor) -> distributions.Sample:

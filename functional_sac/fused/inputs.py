@@ -1,8 +1,8 @@
 """The networks' inputs straight out of a replay's rows: picked, concatenated and padded by one op.
 
 A row has what the critics see and the action side by side, so that a pass reads two pieces of a row and writes its
-input once. On a GPU that is one Triton kernel, elsewhere plain operations of the same bits. The op has no rule for
-`vmap`.
+input once. On a GPU that is one Triton kernel, elsewhere plain operations of the same bits. Where networks are only
+read, the norm by running statistics is in it, and both agree to roundings. The ops have no rule for `vmap`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, library
 
 from functional_sac import networks, replay
+from functional_sac.networks import BN_EPS, BatchNorm, Stats
 from functional_sac.transition import Transition
 from functional_sl.kernels import buildable
+
+BUILDABLE = buildable()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +56,10 @@ class Batch:
         if not observed:
             observed, begins = self.columns.actor, (actor, next_actor)
         return self._picked(begins, (observed + self.columns.action, observed), next_action)
+
+    def next_actor_input(self, norm: BatchNorm, stats: Stats, dtype: torch.dtype) -> Tensor:
+        """Returns what the actor sees next, see `normalised`."""
+        return normalised(self.rows, self.places, self._begins[3], norm, stats, dtype)
 
     @property
     def _begins(self) -> list[int]:
@@ -104,7 +111,50 @@ def _(
     return rows.new_empty(len(begins) * places.shape[0], width)
 
 
-if buildable():
+def normalised(
+    rows: Tensor, places: Tensor | None, begin: int, norm: BatchNorm, stats: Stats, dtype: torch.dtype
+) -> Tensor:
+    """Takes one piece of rows, the common input of N networks, and normalises it by running statistics.
+
+    Args:
+      rows: [R, W].
+      places: [B] int64, which rows; or None, all of them.
+      begin: the first column of the piece.
+      norm: [N, F] of its F columns.
+      stats: [N, F] likewise.
+      dtype: of the products.
+
+    Returns:
+      [N, B, K] with zeros up to a multiple of eight.
+    """
+    run = _normalised if rows.is_cuda and BUILDABLE else _plain_normalised
+    return run(rows, places, begin, *norm, *stats, dtype)
+
+
+def _plain_normalised(
+    rows: Tensor, places: Tensor | None, begin: int, scale: Tensor, bias: Tensor, mean: Tensor, var: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    x = (rows if places is None else rows.index_select(0, places)).narrow(1, begin, scale.shape[1])
+    slope = scale * torch.rsqrt(var + BN_EPS)
+    return networks.padded(torch.addcmul((bias - mean * slope).unsqueeze(1), x, slope.unsqueeze(1))).to(dtype)
+
+
+_normalised = library.custom_op("functional_sac::pick_normalised", _plain_normalised, mutates_args=())
+
+
+@_normalised.register_fake
+def _(
+    rows: Tensor, places: Tensor | None, begin: int, scale: Tensor, bias: Tensor, mean: Tensor, var: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    count, features = scale.shape
+    width = features + -features % networks.ALIGNMENT
+    return rows.new_empty(count, (rows if places is None else places).shape[0], width, dtype=dtype)
+
+
+if BUILDABLE:
     from functional_sac.fused import input_kernels
 
     pick.register_kernel("cuda")(input_kernels.pick)
+    _normalised.register_kernel("cuda")(input_kernels.normalised)

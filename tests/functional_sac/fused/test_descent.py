@@ -96,10 +96,10 @@ def test_copies_are_those_of_what_is_left_behind(device: str, kind: str, ok: boo
     arguments[0].trunk.w[..., 2, 3] = torch.nan
     *left, copies = descended(device, ok, *arguments, copies=dtype)
     stacked = [
-        tree.map(lambda x: x if kind == "Critic" else x.unsqueeze(0), network.trunk) for network in left[:2] if network
+        tree.map(lambda x: x if kind == "Critic" else x.unsqueeze(0), network) for network in left[:2] if network
     ]
     assert copies[alignment.INPUT_WEIGHT].shape[-1] == {"Actor": 24, "Critic": 40}[kind]
-    assert not copies[alignment.INPUT_WEIGHT][..., stacked[0].w.shape[-1] :].any()
+    assert not copies[alignment.INPUT_WEIGHT][..., stacked[0].trunk.w.shape[-1] :].any()
     assert_same(copies, tuple(alignment.aligned(stacked, dtype)), "cpu")
     assert_same(tuple(left), descended(device, ok, *arguments), device)
 

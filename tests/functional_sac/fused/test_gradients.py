@@ -11,11 +11,13 @@ from torch import library
 
 from functional_sac import losses, updates
 from functional_sac.config import SACConfig
+from functional_sac.distributions import Sample
 from functional_sac.envs.env import EnvSpec
 from functional_sac.fused import batch_norm, gradients, trunk
 from functional_sac.transition import Observation, Transition
 from functional_sl import keys, tree
 from functional_sl.parallel.collectives import single
+from functional_sl.step import Aux
 
 CONFIG = SACConfig(
     batch_size=12, actor_width=8, critic_width=8, num_blocks=2, bins=11, lr_decay_updates=50, bc_alpha=0.1
@@ -90,8 +92,9 @@ def test_the_actors_gradient(products: str, dtype: torch.dtype, tolerance: float
     )
     written = gradients.Gradients(loss)
     forward = written.actor_forward(state.actor.params, values, noise)
-    found = written.actor(state.actor.params, state.actor.stats, forward, *frozen)
-    agree(found, (grads, value, aux), tolerance)
+    own, loss_value, (stats, metrics, _) = written.actor(state.actor.params, state.actor.stats, forward, *frozen)
+    metrics |= loss.behaviour(Sample(forward.seen[:, -3:], forward.log_prob))
+    agree((own, loss_value, Aux(stats, metrics)), (grads, value, aux), tolerance)
 
 
 @pytest.mark.parametrize(("products", "dtype", "tolerance"), KINDS)

@@ -1,9 +1,10 @@
-"""Networks' inputs picked out of a replay's rows, against the concatenations of `losses`."""
+"""Networks' inputs picked out of a replay's rows, against the concatenations of `losses` and the norm of torch."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import library
 
 from functional_sac import losses, replay
@@ -11,6 +12,7 @@ from functional_sac.config import SACConfig
 from functional_sac.distributions import Sample
 from functional_sac.fused import inputs
 from functional_sac.fused.inputs import Batch
+from functional_sac.networks import BN_EPS, BatchNorm, Stats
 from functional_sl import keys, tree
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
@@ -51,8 +53,43 @@ def test_transitions_come_back(columns: replay.Fields) -> None:
     assert tree.bits_equal(inputs.batch(batch).transition(), batch)
 
 
-def test_the_op_is_what_a_compiler_takes_it_for() -> None:
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("count", "features", "begin"), [(1, 160, 478), (2, 37, 3), (3, 8, 0)])
+@pytest.mark.parametrize("picked", [True, False])
+def test_running_statistics_normalise_as_torchs(
+    device: str, dtype: torch.dtype, count: int, features: int, begin: int, picked: bool
+) -> None:
+    """BF16 may be rounded to the other side, 2^-7; statistics lie among those of other layers."""
+    lying, draw = rows_of(WIDE), iter(keys.split(keys.key(3), 4))
+    lying.rows[9, begin + 5] = torch.nan
+    norm = BatchNorm(*(keys.normal(next(draw), (count, features)) for _ in range(2)))
+    stats = Stats(keys.normal(next(draw), (count, features + 7)), keys.uniform(next(draw), (count, features + 7)) + 0.5)
+    stats = Stats(*(part[:, 3:-4] for part in stats))
+    rows, norms, running = tree.to((lying.rows, norm, stats), device)
+    found = inputs.normalised(rows, lying.places.to(device) if picked else None, begin, norms, running, dtype).cpu()
+    x = (lying.rows[lying.places] if picked else lying.rows)[:, begin : begin + features]
+    assert (found.dtype, found.shape) == (dtype, (count, len(x), -(-features // 8) * 8))
+    assert not found[..., features:].any()
+    for n in range(count):
+        expected = F.batch_norm(x, stats.mean[n], stats.var[n], norm.scale[n], norm.bias[n], eps=BN_EPS)
+        tolerance = {"rtol": 2**-7, "atol": 1e-5} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+        torch.testing.assert_close(found[n, :, :features].float(), expected, equal_nan=True, **tolerance)
+
+
+def test_the_actors_next_input_is_normalised() -> None:
+    lying = rows_of(SYMMETRIC)
+    norm, stats = BatchNorm(torch.ones(1, 11), torch.zeros(1, 11)), Stats(torch.zeros(1, 11), torch.ones(1, 11))
+    found = lying.next_actor_input(norm, stats, torch.float32)[0, :, :11]
+    torch.testing.assert_close(found, lying.transition().next_observation.actor, rtol=1e-5, atol=0, equal_nan=True)
+
+
+def test_the_ops_are_what_a_compiler_takes_them_for() -> None:
     lying = rows_of(WIDE)
+    vectors = [torch.ones(2, 30) for _ in range(4)]
+    for places in (lying.places, None):
+        arguments = (lying.rows, places, 478, *vectors, torch.bfloat16)
+        library.opcheck(inputs._normalised, arguments, test_utils=("test_schema", "test_faketensor"))
     tail = torch.ones(37, 31)[:, :29]
     for arguments in (((160, 638), (318, 289), tail, 320), ((0,), (160,), None, 160)):
         library.opcheck(
