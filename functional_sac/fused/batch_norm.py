@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from functional_sac.fused import weight_gradients
+from functional_sac.fused.float32_products import product
 from functional_sl.kernels import buildable
 
 COMMON_WIDTH = 64  # of which that of a common input, normalised, is a multiple, for a product in whole tiles
@@ -151,4 +152,4 @@ def backward_of_product(
     """
     if KERNELS and batch_norm_products.fits(d, w, x):
         return batch_norm_products.backward(d, w, x, (scale, bias, mean, inverse_std))
-    return backward(torch.bmm(d, w), x, scale, bias, mean, inverse_std)
+    return backward(product(d, w), x, scale, bias, mean, inverse_std)

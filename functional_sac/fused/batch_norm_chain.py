@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from functional_sac.fused import batch_norm
+from functional_sac.fused.float32_products import product
 from functional_sl.kernels import buildable, suits_hopper
 
 VERSIONS = ("3.6.", "3.7.")  # of Triton, for which the kernels compile
@@ -55,7 +56,7 @@ def forward(
     w1, scale1, bias1, w2, scale2, bias2 = leaves
     if fits(h, w1, w2):
         return kernels.forward(h, leaves, first_norm, second_norm, eps, trained)
-    first = torch.bmm(h, w1.mT)
+    first = product(h, w1.mT)
     inner = batch_norm.forward(first, scale1, bias1, None, *first_norm, eps)
-    second = torch.bmm(inner, w2.mT)
+    second = product(inner, w2.mT)
     return [first, inner[:trained], second, batch_norm.forward(second, scale2, bias2, h, *second_norm, eps)]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, library
 
 from functional_sac.fused import batch_norm, batch_norm_chain, weight_gradients
+from functional_sac.fused.float32_products import add_product, product
 from functional_sl import streams
 
 INPUT, LEAVES, KEPT = 3, 6, 4  # tensors of the input and of a block in the list of leaves; of a block in what is kept
@@ -37,7 +38,7 @@ def forward(x: Tensor, leaves: list[Tensor], eps: float, trained: int) -> list[T
     kept = _moments(leaves)
     norms = _by_norm(*kept, leaves)
     y, z = batch_norm.common(x, scale, bias, *next(norms), w.dtype, eps)
-    kept += [z, torch.bmm(y, w.mT)]
+    kept += [z, product(y, w.mT)]
     for of_block in _by_block(leaves[INPUT:], LEAVES):
         kept += batch_norm_chain.forward(kept[-1], of_block, next(norms), next(norms), eps, trained)
     return kept
@@ -137,7 +138,7 @@ def _through_block(
     norm1, norm2 = list(_by_norm(*kept[:2], leaves))[1 + 2 * index :][:2]
     d, *found2 = batch_norm.backward(dh, second, scale2, bias2, *norm2, None if dh is whole else whole)
     dx, *found1 = batch_norm.backward_of_product(d, w2, first, scale1, bias1, *norm1)
-    dw2, flow = later(d, inner), whole.baddbmm_(dx, w1)
+    dw2, flow = later(d, inner), add_product(whole, dx, w1)
     return [flow, later(dx, h), *found1, dw2, *found2]
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from functional_sac.fused.float32_products import product
 from functional_sl import streams
 from functional_sl.kernels import buildable
 
@@ -76,7 +77,7 @@ def by_parts(dy: Tensor, x: Tensor) -> Tensor:
 def summed_by_parts(dy: Tensor, x: Tensor, parts: int) -> Tensor:
     """Returns `weight_gradient` of one type, its rows in parts whose products are added in their order."""
     if parts == 1:
-        return torch.bmm(dy.mT, x)
+        return product(dy.mT, x)
     networks, rows, _ = dy.shape
     dy, x = (t.reshape(networks * parts, rows // parts, t.shape[-1]) for t in (dy, x))
-    return torch.bmm(dy.mT, x).unflatten(0, (networks, parts)).sum(1)
+    return product(dy.mT, x).unflatten(0, (networks, parts)).sum(1)

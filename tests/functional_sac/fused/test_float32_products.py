@@ -1,0 +1,73 @@
+"""Products of float32 matrices against float64 ones, which a GPU's six BF16 products must come nearer than its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from functional_sac.fused import float32_products
+from functional_sl import keys
+
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+DEVICES = ["cpu", pytest.param("cuda", marks=on_gpu)]
+SHAPES = [(2, 2048, 1024, 256), (2, 2048, 256, 1024), (4, 2048, 320, 256)]
+
+
+def drawn(number: int, *shape: int, device: str = "cpu") -> torch.Tensor:
+    return keys.normal(keys.key(number), shape).to(device)
+
+
+@pytest.fixture(autouse=True)
+def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(float32_products, "LARGE", 2**20)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("networks", "rows", "depth", "features"), [(2, 128, 64, 128), (1, 256, 96, 192), (3, 7, 5, 2)]
+)
+@pytest.mark.parametrize("turned", [(False, False), (False, True), (True, False), (True, True)])
+def test_either_operand_may_be_turned(
+    device: str, networks: int, rows: int, depth: int, features: int, turned: tuple[bool, bool]
+) -> None:
+    a, b = drawn(0, networks, rows, depth, device=device), drawn(1, networks, depth, features, device=device)
+    a, b = (t.mT.contiguous().mT if way else t for t, way in zip((a, b), turned, strict=True))
+    onto = drawn(2, networks, rows, features, device=device)
+    expected = a.double() @ b.double()
+    torch.testing.assert_close(float32_products.product(a, b).double(), expected, rtol=0, atol=1e-4)
+    expected += onto.double()
+    assert float32_products.add_product(onto, a, b) is onto
+    torch.testing.assert_close(onto.double(), expected, rtol=0, atol=1e-4)
+
+
+@on_gpu
+@pytest.mark.parametrize(("networks", "rows", "depth", "features"), SHAPES)
+def test_nearer_to_float64_than_sums_in_float32(networks: int, rows: int, depth: int, features: int) -> None:
+    a, b = drawn(0, networks, rows, depth, device="cuda"), drawn(1, networks, depth, features, device="cuda")
+    exact, found = a.double() @ b.double(), float32_products.product(a, b)
+    error = (found - exact).square().mean()
+    assert error < 0.5 * (torch.bmm(a, b) - exact).square().mean()
+    assert torch.equal(found, float32_products.product(a, b))
+
+
+@on_gpu
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_stays_so_in_its_row_alone(bad: float) -> None:
+    a, b = drawn(0, 2, 256, 1024, device="cuda"), drawn(1, 2, 1024, 256, device="cuda")
+    clean = float32_products.product(a, b)
+    a[1, 5, 7] = bad
+    found = float32_products.product(a, b)
+    assert not found[1, 5].isfinite().any()
+    found[1, 5] = clean[1, 5]
+    assert torch.equal(found, clean)
+
+
+@on_gpu
+def test_a_setting_that_allows_tf32_leaves_them_to_torch() -> None:
+    a, b = drawn(0, 2, 2048, 256, device="cuda"), drawn(1, 2, 256, 1024, device="cuda")
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert torch.equal(float32_products.product(a, b), torch.bmm(a, b))
+    finally:
+        torch.set_float32_matmul_precision(before)
