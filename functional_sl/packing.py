@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, library
 
 from functional_sl import tree, wire
@@ -99,8 +100,11 @@ def _(leaves: Sequence[Tensor], loss: Tensor, dtype: torch.dtype) -> Tensor:
 @library.custom_op("functional_sl::not_finite", mutates_args=())
 def _not_finite(leaves: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """Returns int32 [Q], 1 where one of Q pieces of the leaves is not finite in this type, else 0."""
-    pieces = [piece for leaf in leaves for piece in leaf.to(dtype).reshape(-1).split(PIECE)]
-    return torch.stack([~tree.all_finite(piece) for piece in pieces]).to(torch.int32)
+    found = []
+    for leaf in leaves:
+        finite = torch.isfinite(leaf.to(dtype).reshape(-1))
+        found.append(~F.pad(finite, (0, -finite.numel() % PIECE), value=True).unflatten(0, (-1, PIECE)).all(1))
+    return torch.cat(found).to(torch.int32)
 
 
 @_not_finite.register_fake

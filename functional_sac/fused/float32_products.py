@@ -38,5 +38,6 @@ def add_product(onto: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 def _fits(a: Tensor, b: Tensor) -> bool:
     large = a.is_cuda and a.dtype == b.dtype == torch.float32 and a.numel() * b.shape[2] >= LARGE
-    exact = large and torch.version.hip is None and torch.get_float32_matmul_precision() == "highest"
+    # "none" where nobody has chosen; the older reading of it raises where the newer setting was made.
+    exact = large and torch.version.hip is None and torch.backends.cuda.matmul.fp32_precision in ("none", "ieee")
     return KERNELS and exact and float32_product_kernels.fits(a, b)

@@ -59,7 +59,7 @@ def test_kernels_are_compiled_once_and_nothing_is_launched() -> None:
     ran = []
 
     def pack(leaves: list[torch.Tensor], value: torch.Tensor) -> torch.Tensor:
-        ran.append(packing_kernels.pack(leaves, value, torch.float32))
+        ran.append(packing_kernels.pack(leaves, value, torch.float32, piece=4))
         return ran[-1]
 
     packing_kernels._pack.device_caches.clear()
