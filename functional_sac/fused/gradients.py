@@ -3,7 +3,7 @@
 Networks are stacked, so that both critics and both target critics go forward as one batch of four. Activations are
 kept once, in the type of the products; weights are cast once an update; a trunk is an operator of its own in both
 directions (`trunk`); inputs and heads are padded to multiples of eight, which matrix units want, with zeros that
-change nothing. What follows the trunk is in `critic_heads`, `actor_head` and `frozen_critics`; `torch.func` only
+change nothing. What follows the trunk is in `critic_heads`, `actor_head` and `frozen_networks`; `torch.func` only
 differentiates the policy's density and the actor's loss in it.
 """
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from functional_sac import distributions, networks
-from functional_sac.fused import actor_head, critic_heads, frozen_critics, inputs, trunk
+from functional_sac.fused import actor_head, critic_heads, frozen_networks, inputs, trunk
 from functional_sac.fused.alignment import aligned
 from functional_sac.losses import CriticStats, Losses
 from functional_sac.networks import BN_EPS, BN_MOMENTUM, Actor, BatchNorm, Block, Critic, Stats, Trunk
@@ -183,7 +183,7 @@ class Gradients:
 
         actions = noise.shape[-1]
         weights = [leaf[: critic.b.shape[0]] for leaf in critic_copies] or aligned([critic], dtype)
-        q, slope = frozen_critics.lower_value(critic, critic_stats, weights, forward.seen, actions, *loss.atoms)
+        q, slope = frozen_networks.lower_value(critic, critic_stats, weights, forward.seen, actions, *loss.atoms)
         (daction, dlog_prob, dq), (found, metrics) = torch.func.grad_and_value(value, (0, 1, 2), has_aux=True)(
             forward.seen[:, -actions:], forward.log_prob, q
         )
@@ -213,7 +213,7 @@ class Gradients:
         lying = inputs.batch(batch)
         stacked = tree.map(lambda leaf: leaf.unsqueeze(0), (actor.trunk, stats))
         *leaves, scale, w = list(copies) or _aligned(actor, products(self.losses.dtype, lying.rows))
-        h = frozen_critics.activations(*stacked, leaves, lying)
+        h = frozen_networks.activations(*stacked, leaves, lying)
         return _sample(actor_head.forward(h, scale, w, actor, lying.rows.dtype)[0], noise)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, library
 
-from functional_sac.fused import batch_norm, batch_norm_chain, weight_gradients
+from functional_sac.fused import batch_norm, block_forward, weight_gradients
 from functional_sac.fused.float32_products import add_product, product
 from functional_sl import streams
 
@@ -40,7 +40,7 @@ def forward(x: Tensor, leaves: list[Tensor], eps: float, trained: int) -> list[T
     y, z = batch_norm.common(x, scale, bias, *next(norms), w.dtype, eps)
     kept += [z, product(y, w.mT)]
     for of_block in _by_block(leaves[INPUT:], LEAVES):
-        kept += batch_norm_chain.forward(kept[-1], of_block, next(norms), next(norms), eps, trained)
+        kept += block_forward.forward(kept[-1], of_block, next(norms), next(norms), eps, trained)
     return kept
 
 

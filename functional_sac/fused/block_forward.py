@@ -27,7 +27,7 @@ if buildable():
         import triton
 
         if triton.__version__.startswith(VERSIONS):
-            from functional_sac.fused import batch_norm_chain_kernels as kernels
+            from functional_sac.fused import block_forward_kernels as kernels
 
 
 def fits(h: Tensor, w1: Tensor, w2: Tensor) -> bool:
