@@ -1,9 +1,7 @@
 """The weights of a network as its products read them: stacked, padded and in their type, by one op.
 
-Between updates `descent` writes them anew together with the parameters.
-
 On a GPU that is one Triton kernel over all leaves, elsewhere plain operations of the same bits. It has no rule for
-`vmap`.
+`vmap`. Between updates `descent` writes the same leaves anew together with the parameters.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Batch norm of stacked networks by the statistics of their batch, written out forward and backward.
 
-On a GPU a pass is one Triton kernel, or two where features are few. Elsewhere it is plain operations. Both compute in
-float32 and agree to rounding. Nothing here has a derivative of its own or a rule for `vmap`; it is called by `trunk`.
+On a GPU a pass is one Triton kernel, or two where features are few, where networks share the input or where a product
+is part of it. Elsewhere it is plain operations. Both compute in float32 and agree to rounding. Nothing here has a
+derivative of its own or a rule for `vmap`; it is called within the ops of `trunk`.
 Source: Ioffe and Szegedy 2015, arXiv 1502.03167.
 """
 

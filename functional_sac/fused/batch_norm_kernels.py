@@ -1,4 +1,4 @@
-"""The Triton kernels of batch norm: a program takes a few features of one network through all rows.
+"""The Triton kernels of `batch_norm`: a program takes a few features of one network through all rows.
 
 Rows are read twice, the second time from cache, which is told so. Where features are few that would leave most of the
 GPU idle, and `batch_norm_split_kernels` takes over. Nothing is added atomically, so the same input gives the same bits.

@@ -1,6 +1,6 @@
-"""The lower value of two critics that are only read, and its derivative in the actions, layer by layer.
+"""Networks that are only read: two critics' lower value with its derivative in the actions, and an actor's trunk.
 
-Batch norm goes by running statistics, so that it is an affine map and a row's value depends on that row alone.
+Batch norm goes by running statistics, so that it is an affine map and what a row comes to depends on that row alone.
 """
 
 from __future__ import annotations
