@@ -17,7 +17,9 @@ from functional_sac.networks import Actor, Critic
 from functional_sl import tree
 from functional_sl.kernels import buildable
 
-INPUT_WEIGHT = 2  # its place among the leaves
+# A trunk's leaves are those of its input, of one block after the other, and the scale of the RMS norm.
+INPUT_LEAVES, BLOCK_LEAVES = 3, 6
+INPUT_WEIGHT = 2  # its place
 
 
 def aligned(stacked: Sequence[Actor] | Sequence[Critic], dtype: torch.dtype) -> list[Tensor]:

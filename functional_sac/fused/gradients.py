@@ -18,7 +18,7 @@ from torch import Tensor
 
 from functional_sac import distributions, networks
 from functional_sac.fused import actor_head, critic_heads, frozen_networks, inputs, trunk
-from functional_sac.fused.alignment import aligned
+from functional_sac.fused.alignment import BLOCK_LEAVES, aligned
 from functional_sac.losses import CriticStats, Losses
 from functional_sac.networks import BN_EPS, BN_MOMENTUM, Actor, BatchNorm, Block, Critic, Stats, Trunk
 from functional_sac.transition import Transition, critic_view
@@ -32,7 +32,7 @@ Finish = Callable[[list[Tensor]], tuple[Tensor, list[Tensor]]]  # see `through_t
 def gradients(params: Trunk, found: list[Tensor], post_scale: Tensor) -> Trunk:
     """Returns the gradients of `aligned` leaves as a trunk like params, with that of the RMS norm's scale."""
     scale, bias, w, *rest = found
-    blocks = (rest[i : i + trunk.LEAVES] for i in range(0, len(rest), trunk.LEAVES))
+    blocks = (rest[i : i + BLOCK_LEAVES] for i in range(0, len(rest), BLOCK_LEAVES))
     return Trunk(
         norm=BatchNorm(scale, bias),
         w=w[..., : params.w.shape[-1]],
@@ -66,10 +66,10 @@ def through_trunk(
     if send is None:
         found = trunk.backward(dh, leaves, kept, behind)
         return found[: len(leaves)], *finish(found[len(leaves) :])
-    *below, last = range(trunk.blocks(leaves))
+    *below, last = range(trunk.block_count(leaves))
     dh, *found = trunk.backward_block(dh, leaves, kept, last, behind)
-    loss, of_behind = finish(found[trunk.LEAVES :])
-    found = found[: trunk.LEAVES]
+    loss, of_behind = finish(found[BLOCK_LEAVES:])
+    found = found[:BLOCK_LEAVES]
     send([*found, *of_behind], loss)
     for index in reversed(below):
         dh, *of_block = trunk.backward_block(dh, leaves, kept, index, [])
