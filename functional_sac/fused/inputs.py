@@ -66,8 +66,7 @@ class Batch:
         return list(itertools.accumulate(self.columns.widths, initial=0))
 
     def _picked(self, begins: tuple[int, int], counts: tuple[int, int], tail: Tensor | None) -> Tensor:
-        width = counts[0] + -counts[0] % networks.ALIGNMENT
-        return pick(self.rows, self.places, begins, counts, tail, width)
+        return pick(self.rows, self.places, begins, counts, tail, networks.padded_size(counts[0]))
 
 
 def batch(transition: Transition | Batch) -> Batch:
@@ -149,8 +148,8 @@ def _(
     dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     count, features = scale.shape
-    width = features + -features % networks.ALIGNMENT
-    return rows.new_empty(count, (rows if places is None else places).shape[0], width, dtype=dtype)
+    size = (rows if places is None else places).shape[0]
+    return rows.new_empty(count, size, networks.padded_size(features), dtype=dtype)
 
 
 if BUILDABLE:
