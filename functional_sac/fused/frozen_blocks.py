@@ -20,12 +20,12 @@ from functional_sac.fused import frozen_block_tiles
 from functional_sac.networks import BN_EPS, BatchNorm, Stats
 from functional_sl.kernels import buildable
 
-BUILDABLE = buildable()
+KERNELS = buildable()
 
 
 def fits(x: Tensor, features: int) -> bool:
     """Tells whether the product of x [N, B, K] with so many features is one for the kernels."""
-    if not (x.is_cuda and x.dtype == torch.bfloat16 and BUILDABLE):
+    if not (x.is_cuda and x.dtype == torch.bfloat16 and KERNELS):
         return False
     return frozen_block_tiles.tile(*x.shape[:2], features, x.shape[2]) is not None
 
@@ -148,7 +148,7 @@ def _(
     return [dh.new_empty(dh.shape) for _ in range(1 if passed is None else 2)]
 
 
-if BUILDABLE:
+if KERNELS:
     from functional_sac.fused import frozen_block_kernels
 
     _inner.register_kernel("cuda")(frozen_block_kernels.inner)

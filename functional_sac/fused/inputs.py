@@ -20,7 +20,7 @@ from functional_sac.networks import BN_EPS, BatchNorm, Stats
 from functional_sac.transition import Transition
 from functional_sl.kernels import buildable
 
-BUILDABLE = buildable()
+KERNELS = buildable()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +126,7 @@ def normalised(
     Returns:
       [N, B, K] with zeros up to a multiple of eight.
     """
-    run = _normalised if rows.is_cuda and BUILDABLE else _plain_normalised
+    run = _normalised if rows.is_cuda and KERNELS else _plain_normalised
     return run(rows, places, begin, *norm, *stats, dtype)
 
 
@@ -152,7 +152,7 @@ def _(
     return rows.new_empty(count, size, networks.padded_size(features), dtype=dtype)
 
 
-if BUILDABLE:
+if KERNELS:
     from functional_sac.fused import input_kernels
 
     pick.register_kernel("cuda")(input_kernels.pick)
