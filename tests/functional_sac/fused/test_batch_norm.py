@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from devices import DEVICES
 
 from functional_sac.fused import batch_norm
 from functional_sl import keys
 
-CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
 
-
-@pytest.mark.parametrize("device", ["cpu", CUDA])
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(3, 37, 5, 20), (2, 2048, 64, 128), (1, 1024, 256, 1024)])
 def test_backward_of_a_product_is_torchs(device: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
@@ -37,7 +36,7 @@ def test_backward_of_a_product_is_torchs(device: str, dtype: torch.dtype, shape:
             assert (a[n].float().cpu() - b).norm() <= (2**-8 if dtype == torch.bfloat16 else 1e-3) * b.norm()
 
 
-@pytest.mark.parametrize("device", ["cpu", CUDA])
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("place", ["x", "d"])
 def test_numbers_that_are_not_finite_stay_in_their_columns(device: str, place: str) -> None:
     """One of x makes its column's gradients NaN; one of d is let through by the columns that are positive there."""

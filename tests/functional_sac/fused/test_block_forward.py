@@ -6,18 +6,18 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from devices import needs_gpu
 from torch import Tensor
 
 from functional_sac.fused import block_forward
 from functional_sl import keys
 
-CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 EPS = 1e-5
 
 # Device, networks, rows, width, networks that train. On a GPU: a learner's, the fewest rows, and parts that are odd.
 LARGE = [(4, 4096, 256, 2), (1, 128, 256, 1), (2, 128, 256, 1), (4, 128, 256, 2), (3, 1920, 256, 3), (1, 8192, 256, 1)]
-CASES = [("cpu", 3, 24, 8, 2), ("cpu", 1, 7, 12, 1), *(pytest.param("cuda", *case, marks=CUDA) for case in LARGE)]
-PAIRS = [("cpu", 3, 24, 8, 2), pytest.param("cuda", 4, 4096, 256, 2, marks=CUDA)]
+CASES = [("cpu", 3, 24, 8, 2), ("cpu", 1, 7, 12, 1), *(pytest.param("cuda", *case, marks=needs_gpu) for case in LARGE)]
+PAIRS = [("cpu", 3, 24, 8, 2), pytest.param("cuda", 4, 4096, 256, 2, marks=needs_gpu)]
 
 
 class Case(NamedTuple):
@@ -114,7 +114,7 @@ def test_the_same_input_gives_the_same_bits(device: str, networks: int, rows: in
         assert all(map(torch.equal, results(), once))
 
 
-@CUDA
+@needs_gpu
 def test_a_captured_block_is_the_block() -> None:
     c, other = (case("cuda", *LARGE[0]) for _ in range(2))
     other.h.add_(1)

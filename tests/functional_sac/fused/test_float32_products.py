@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from devices import DEVICES, needs_gpu
 
 from functional_sac.fused import float32_products
 from functional_sl import keys
 
-on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-DEVICES = ["cpu", pytest.param("cuda", marks=on_gpu)]
 SHAPES = [(2, 2048, 1024, 256), (2, 2048, 256, 1024), (4, 2048, 320, 256)]
 
 
@@ -40,7 +39,7 @@ def test_either_operand_may_be_turned(
     torch.testing.assert_close(onto.double(), expected, rtol=0, atol=1e-4)
 
 
-@on_gpu
+@needs_gpu
 @pytest.mark.parametrize(("networks", "rows", "depth", "features"), SHAPES)
 def test_nearer_to_float64_than_sums_in_float32(networks: int, rows: int, depth: int, features: int) -> None:
     a, b = drawn(0, networks, rows, depth, device="cuda"), drawn(1, networks, depth, features, device="cuda")
@@ -50,7 +49,7 @@ def test_nearer_to_float64_than_sums_in_float32(networks: int, rows: int, depth:
     assert torch.equal(found, float32_products.product(a, b))
 
 
-@on_gpu
+@needs_gpu
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_what_is_not_finite_stays_so_in_its_row_alone(bad: float) -> None:
     a, b = drawn(0, 2, 256, 1024, device="cuda"), drawn(1, 2, 1024, 256, device="cuda")
@@ -62,7 +61,7 @@ def test_what_is_not_finite_stays_so_in_its_row_alone(bad: float) -> None:
     assert torch.equal(found, clean)
 
 
-@on_gpu
+@needs_gpu
 def test_a_setting_that_allows_tf32_leaves_them_to_torch() -> None:
     a, b = drawn(0, 2, 2048, 256, device="cuda"), drawn(1, 2, 256, 1024, device="cuda")
     before = torch.get_float32_matmul_precision()

@@ -7,13 +7,12 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from devices import DEVICES
 from torch import Tensor, library
 
 from functional_sac.fused import frozen_block_tiles, frozen_blocks
 from functional_sac.networks import BN_EPS, BatchNorm, Stats
 from functional_sl import keys, tree
-
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
 
 # Networks, rows, width and inner width; tiles do not divide the last ones.
 SHAPES = [(2, 128, 128, 512), (1, 64, 128, 128), (2, 256, 256, 384), (2, 37, 20, 44)]

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from devices import DEVICES
 from equal import assert_bits_equal
 from torch import library
 
@@ -173,9 +174,6 @@ def test_numbers_that_are_not_finite_close_the_policys_gate(where: str, number: 
 def test_float16_is_refused() -> None:
     with pytest.raises(ValueError, match="float16"):
         updates.make_updates(dataclasses.replace(CONFIG, compute_dtype="float16"), SPEC, single(), True)
-
-
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
+from devices import needs_gpu
 
 from functional_sac.fused import trunk
 from functional_sl import keys
 
 WIDTH, INNER, FEATURES, ROWS = 256, 1024, 318, 2048
-CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 def given() -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
@@ -32,7 +31,7 @@ def given() -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     return x, dh, leaves
 
 
-@CUDA
+@needs_gpu
 def test_activations_on_a_gpu_are_those_on_a_cpu() -> None:
     """In BF16, whole tensors within a few roundings of 2^-8."""
     x, _, leaves = given()
@@ -42,7 +41,7 @@ def test_activations_on_a_gpu_are_those_on_a_cpu() -> None:
         assert (a.cpu().float() - b.float()).norm() <= 0.01 * b.float().norm()
 
 
-@CUDA
+@needs_gpu
 def test_gradients_on_a_gpu_are_those_on_a_cpu() -> None:
     """In BF16, from the same activations: whole leaves within a few roundings of 2^-8; block by block to 2^-20."""
     x, dh, leaves = given()
