@@ -204,6 +204,11 @@ def _trunk(params: Trunk, stats: Stats, x: Tensor, training: bool, dtype: torch.
     return rms_norm(params.post_scale, h), normalise.stats(rows=x.shape[0])
 
 
+def padded_size(size: int) -> int:
+    """Returns the next multiple of eight, or the size itself if it is one."""
+    return size + -size % ALIGNMENT
+
+
 def padded(x: Tensor) -> Tensor:
     """Returns x with zeros behind its last axis up to a multiple of eight."""
     return F.pad(x, (0, -x.shape[-1] % ALIGNMENT))

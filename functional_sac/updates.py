@@ -19,7 +19,7 @@ from functional_sac.distributions import Sample
 from functional_sac.envs.env import EnvSpec
 from functional_sac.fused.alignment import aligned
 from functional_sac.fused.descent import Descended, descend
-from functional_sac.fused.gradients import Forward, Gradients, products
+from functional_sac.fused.gradients import Forward, Gradients, product_dtype
 from functional_sac.fused.inputs import Batch
 from functional_sac.losses import Losses
 from functional_sac.networks import Actor, Critic, Stats
@@ -116,7 +116,7 @@ class Updates:
             return state
         actor = tree.map(lambda leaf: leaf.unsqueeze(0), state.actor.params)
         critics = [state.critic.params, state.target]
-        dtype = products(self.loss.dtype, actor.mean_w)
+        dtype = product_dtype(self.loss.dtype, actor.mean_w)
         actor, critics = (tuple(aligned(stacked, dtype)) for stacked in ([actor], critics))
         return state._replace(actor_copies=actor, critic_copies=critics)
 
@@ -207,7 +207,7 @@ class Updates:
         """Does what `step.update` and the target's average do, as one op behind the gradient."""
         gradients, ok, aux = step.gradient(state, *inputs)
         rate = self.rate(state.opt.count)
-        kind = products(self.loss.dtype, state.opt.mu) if copies else None
+        kind = product_dtype(self.loss.dtype, state.opt.mu) if copies else None
         found = descend(state.params, target, state.opt, gradients, ok, rate, self.config.tau, kind)
         stats = tree.where(ok, aux.stats, state.stats)
         return StepState(found.params, stats, found.opt, gate.update(state.gate, ok)), found, ok, aux

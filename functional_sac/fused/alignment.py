@@ -1,9 +1,7 @@
 """The weights of a network as its products read them: stacked, padded and in their type, by one op.
 
-Between updates `descent` writes them anew together with the parameters.
-
 On a GPU that is one Triton kernel over all leaves, elsewhere plain operations of the same bits. It has no rule for
-`vmap`.
+`vmap`. Between updates `descent` writes the same leaves anew together with the parameters.
 """
 
 from __future__ import annotations
@@ -14,12 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, library
 
-from functional_sac import networks
-from functional_sac.networks import Actor, Critic
+from functional_sac.networks import Actor, Critic, padded_size
 from functional_sl import tree
 from functional_sl.kernels import buildable
 
-INPUT_WEIGHT = 2  # its place among the leaves
+# A trunk's leaves are those of its input, of one block after the other, and the scale of the RMS norm.
+INPUT_LEAVES, BLOCK_LEAVES = 3, 6
+INPUT_WEIGHT = 2  # its place
 
 
 def aligned(stacked: Sequence[Actor] | Sequence[Critic], dtype: torch.dtype) -> list[Tensor]:
@@ -34,10 +33,10 @@ def aligned(stacked: Sequence[Actor] | Sequence[Critic], dtype: torch.dtype) -> 
       of the RMS norm and the matrix of the head, of both heads as one. Matrices are in the type of the products; the
       rows of the trunks' `w` have a multiple of eight features, and a head has a multiple of eight rows.
     """
-    return _unfolded(_align(*parts(stacked), dtype))
+    return _unfolded(_align(*_flattened(stacked), dtype))
 
 
-def parts(stacked: Sequence[Actor] | Sequence[Critic]) -> tuple[list[Tensor], list[int]]:
+def _flattened(stacked: Sequence[Actor] | Sequence[Critic]) -> tuple[list[Tensor], list[int]]:
     """Returns the leaves of one network after the other, heads as one row, and the widths to which they are padded."""
     leaves = []
     for network in stacked:
@@ -45,8 +44,8 @@ def parts(stacked: Sequence[Actor] | Sequence[Critic]) -> tuple[list[Tensor], li
         w = torch.cat([w, *others], 1) if others else w
         leaves += [*tree.leaves(network.trunk), w.flatten(1).unsqueeze(1)]
     widths = [leaf.shape[-1] for leaf in leaves[: len(leaves) // len(stacked)]]
-    widths[INPUT_WEIGHT] += -widths[INPUT_WEIGHT] % networks.ALIGNMENT
-    widths[-1] += -w.shape[1] % networks.ALIGNMENT * w.shape[2]
+    widths[INPUT_WEIGHT] = padded_size(widths[INPUT_WEIGHT])
+    widths[-1] = padded_size(w.shape[1]) * w.shape[2]
     return leaves, widths
 
 
@@ -54,9 +53,8 @@ def empty(stacked: Sequence[Actor] | Sequence[Critic], dtype: torch.dtype) -> li
     """Returns room for what `aligned` returns."""
     leaves, heads = tree.leaves(stacked[0].trunk), _heads(stacked[0])
     sizes = [list(leaf.shape[1:]) for leaf in (*leaves, heads[0])]
-    sizes[INPUT_WEIGHT][-1] += -sizes[INPUT_WEIGHT][-1] % networks.ALIGNMENT
-    rows = sum(w.shape[1] for w in heads)
-    sizes[-1][0] = rows + -rows % networks.ALIGNMENT
+    sizes[INPUT_WEIGHT][-1] = padded_size(sizes[INPUT_WEIGHT][-1])
+    sizes[-1][0] = padded_size(sum(w.shape[1] for w in heads))
     count, kind = sum(network.trunk.post_scale.shape[0] for network in stacked), leaves[0].dtype
     return [leaves[0].new_empty(count, *size, dtype=dtype if len(size) > 1 else kind) for size in sizes]
 
@@ -71,7 +69,7 @@ def _unfolded(leaves: list[Tensor]) -> list[Tensor]:
     return [*others, scale, head.view(head.shape[0], -1, scale.shape[-1])]
 
 
-def shapes(leaves: Sequence[Tensor], widths: Sequence[int], dtype: torch.dtype) -> list[tuple[list[int], torch.dtype]]:
+def _shapes(leaves: Sequence[Tensor], widths: Sequence[int], dtype: torch.dtype) -> list[tuple[list[int], torch.dtype]]:
     """Returns the shapes and types of the stacked leaves."""
     found = []
     for i, width in enumerate(widths):
@@ -85,7 +83,7 @@ def shapes(leaves: Sequence[Tensor], widths: Sequence[int], dtype: torch.dtype) 
 def _align(leaves: Sequence[Tensor], widths: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
     """Returns as many leaves as there are widths, each stacked from those that lie so many places apart."""
     found = []
-    for i, (_, kind) in enumerate(shapes(leaves, widths, dtype)):
+    for i, (_, kind) in enumerate(_shapes(leaves, widths, dtype)):
         parts = leaves[i :: len(widths)]
         found.append(torch.cat([F.pad(part, (0, widths[i] - part.shape[-1])) for part in parts]).to(kind))
     return found
@@ -93,7 +91,7 @@ def _align(leaves: Sequence[Tensor], widths: Sequence[int], dtype: torch.dtype) 
 
 @_align.register_fake
 def _(leaves: Sequence[Tensor], widths: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
-    return [leaves[0].new_empty(shape, dtype=kind) for shape, kind in shapes(leaves, widths, dtype)]
+    return [leaves[0].new_empty(shape, dtype=kind) for shape, kind in _shapes(leaves, widths, dtype)]
 
 
 if buildable():
@@ -101,6 +99,6 @@ if buildable():
 
     @_align.register_kernel("cuda")
     def _(leaves: Sequence[Tensor], widths: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
-        outputs = [leaves[0].new_empty(shape, dtype=kind) for shape, kind in shapes(leaves, widths, dtype)]
+        outputs = [leaves[0].new_empty(shape, dtype=kind) for shape, kind in _shapes(leaves, widths, dtype)]
         alignment_kernels.align(leaves, outputs)
         return outputs

@@ -1,7 +1,8 @@
 """Batch norm of stacked networks by the statistics of their batch, written out forward and backward.
 
-On a GPU a pass is one Triton kernel, or two where features are few. Elsewhere it is plain operations. Both compute in
-float32 and agree to rounding. Nothing here has a derivative of its own or a rule for `vmap`; it is called by `trunk`.
+On a GPU a pass is one Triton kernel, or two where features are few, where networks share the input or where a product
+is part of it. Elsewhere it is plain operations. Both compute in float32 and agree to rounding. Nothing here has a
+derivative of its own or a rule for `vmap`; it is called within the ops of `trunk`.
 Source: Ioffe and Szegedy 2015, arXiv 1502.03167.
 """
 
@@ -18,7 +19,7 @@ from functional_sl.kernels import buildable
 COMMON_WIDTH = 64  # of which that of a common input, normalised, is a multiple, for a product in whole tiles
 KERNELS = buildable()
 if KERNELS:
-    from functional_sac.fused import batch_norm_kernels, batch_norm_parts, batch_norm_products
+    from functional_sac.fused import batch_norm_kernels, batch_norm_product_kernels, batch_norm_split_kernels
 
 
 def common(
@@ -40,7 +41,9 @@ def common(
       one and zeros; W is `common_width`.
     """
     if KERNELS and x.is_cuda:
-        return batch_norm_parts.common(x, scale, bias, mean, inverse_std, dtype, eps, common_width(scale.shape[1]))
+        return batch_norm_split_kernels.common(
+            x, scale, bias, mean, inverse_std, dtype, eps, common_width(scale.shape[1])
+        )
     wide = x[:, : scale.shape[1]].to(scale.dtype)
     mean.copy_(wide.mean(0).expand_as(mean))
     inverse_std.copy_(torch.rsqrt(wide.var(0, correction=0) + eps).expand_as(mean))
@@ -75,7 +78,7 @@ def common_backward(d: Tensor, z: Tensor, scale: Tensor, bias: Tensor, w: Tensor
     """
     parts = weight_gradients.in_parts(d, z)
     if KERNELS and d.is_cuda:
-        return batch_norm_parts.common_backward(parts, scale, bias, w)
+        return batch_norm_split_kernels.common_backward(parts, scale, bias, w)
     features = scale.shape[1]
     g, s = parts.sum(1)[..., : features + 1].split([features, 1], -1)
     wide = w[..., :features].to(g.dtype)
@@ -150,6 +153,6 @@ def backward_of_product(
       mean: [N, F] float32.
       inverse_std: [N, F] float32.
     """
-    if KERNELS and batch_norm_products.fits(d, w, x):
-        return batch_norm_products.backward(d, w, x, (scale, bias, mean, inverse_std))
+    if KERNELS and batch_norm_product_kernels.fits(d, w, x):
+        return batch_norm_product_kernels.backward(d, w, x, (scale, bias, mean, inverse_std))
     return backward(product(d, w), x, scale, bias, mean, inverse_std)

@@ -1,7 +1,7 @@
-"""The Triton kernels of batch norm: a program takes a few features of one network through all rows.
+"""The Triton kernels of `batch_norm`: a program takes a few features of one network through all rows.
 
 Rows are read twice, the second time from cache, which is told so. Where features are few that would leave most of the
-GPU idle, and `batch_norm_parts` takes over. Nothing is added atomically, so the same input gives the same bits.
+GPU idle, and `batch_norm_split_kernels` takes over. Nothing is added atomically, so the same input gives the same bits.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from functional_sac.fused import batch_norm_parts
-from functional_sac.fused.tiles import normalised, rectified
+from functional_sac.fused import batch_norm_split_kernels
+from functional_sac.fused.batch_norm_tile_kernels import normalised, rectified
 from functional_sl.kernels import launch, rowwise
 
 TILE = 16384  # elements that a program holds at a time
@@ -115,7 +115,7 @@ def forward(
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     added = y if residual is None else residual.contiguous()
     if _programs(x, FORWARD_WIDTH) < PROGRAMS:
-        batch_norm_parts.forward(x, scale, bias, added, (y, mean, inverse_std), eps)
+        batch_norm_split_kernels.forward(x, scale, bias, added, (y, mean, inverse_std), eps)
         return y
     launch(
         _forward, _grid(x, FORWARD_WIDTH), x, scale, bias, added, y, mean, inverse_std, features, *x.stride()[:2],
@@ -135,7 +135,7 @@ def backward(
     dscale, dbias = torch.empty_like(scale), torch.empty_like(bias)
     outputs = (dx if whole is None else whole, dx, dscale, dbias)
     if _programs(x, BACKWARD_WIDTH) < PROGRAMS:
-        batch_norm_parts.backward(dy, x, (scale, bias, mean, inverse_std), outputs)
+        batch_norm_split_kernels.backward(dy, x, (scale, bias, mean, inverse_std), outputs)
         return dx, dscale, dbias
     launch(
         _backward, _grid(x, BACKWARD_WIDTH), dy, x, scale, bias, mean, inverse_std, *outputs, features,

@@ -16,12 +16,11 @@ from torch import Tensor, library
 
 from functional_sac import networks
 from functional_sac.fused import alignment
+from functional_sac.fused.alignment import BLOCK_LEAVES, INPUT_LEAVES
 from functional_sac.networks import Actor, BatchNorm, Block, Critic, Trunk
 from functional_sl import optim, tree, wire
 from functional_sl.kernels import buildable
 from functional_sl.optim import AdamState
-
-BLOCK_LEAVES, TRUNK_LEAVES = 6, 4  # of a block, and of a trunk without its blocks
 
 
 class Descended(NamedTuple):
@@ -124,7 +123,8 @@ def skeleton(network: str, count: int) -> Actor | Critic:
     """
     kind = {"Actor": Actor, "Critic": Critic}[network]
     heads, norm = len(kind._fields) - 1, BatchNorm(0, 0)
-    blocks = (Block(0, norm, 0, norm),) * ((count - heads - TRUNK_LEAVES) // BLOCK_LEAVES)
+    in_blocks = count - INPUT_LEAVES - 1 - heads  # The one is the scale of the RMS norm.
+    blocks = (Block(0, norm, 0, norm),) * (in_blocks // BLOCK_LEAVES)
     return kind(Trunk(norm, 0, blocks, 0), *[0] * heads)
 
 

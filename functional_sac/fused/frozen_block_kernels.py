@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from functional_sac.fused import product_tiles
+from functional_sac.fused import frozen_block_tiles
 from functional_sac.networks import BN_EPS
 from functional_sl.kernels import launch, rowwise
 
@@ -166,7 +166,7 @@ def _launch_forward(
 def _plan(x: Tensor, features: int) -> tuple[tuple[int, int, int], dict[str, int]]:
     """Returns the grid and the static sizes for the product of x [N, B, K] with so many features."""
     networks, rows, depth = x.shape
-    tile = product_tiles.tile(networks, rows, features, depth)
+    tile = frozen_block_tiles.tile(networks, rows, features, depth)
     assert tile is not None
     room = torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin
     step = x.element_size() * (tile.rows + tile.features) * tile.depth

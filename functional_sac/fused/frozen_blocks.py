@@ -1,13 +1,14 @@
 """The products of blocks that are only read, each with what follows it, forward and backward.
 
 Batch norm by running statistics is an affine map, so that norm, ReLU and residual end the product before them, and
-their derivatives the product behind them. On a GPU and in BF16 an op is one Triton kernel, where `product_tiles` has a
-tile; elsewhere these are plain operations. Both round a product to its type before the norm and agree to roundings.
+their derivatives the product behind them. On a GPU and in BF16 an op is one Triton kernel, where `frozen_block_tiles`
+has a tile; elsewhere these are plain operations. Both round a product to its type before the norm and agree to
+roundings.
 
 For the backward pass a ReLU's output tells where it let through: BF16 has the exponents of float32, so that no normal
 number is rounded to zero. With a residual added the output does not tell, and a mask is kept. NaN passes.
 
-The ops have no derivative of their own and no rule for `vmap`: see `frozen_critics` for who calls them.
+The ops have no derivative of their own and no rule for `vmap`: see `frozen_networks` for who calls them.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor, library
 
-from functional_sac.fused import product_tiles
+from functional_sac.fused import frozen_block_tiles
 from functional_sac.networks import BN_EPS, BatchNorm, Stats
 from functional_sl.kernels import buildable
 
-BUILDABLE = buildable()
+KERNELS = buildable()
 
 
 def fits(x: Tensor, features: int) -> bool:
     """Tells whether the product of x [N, B, K] with so many features is one for the kernels."""
-    if not (x.is_cuda and x.dtype == torch.bfloat16 and BUILDABLE):
+    if not (x.is_cuda and x.dtype == torch.bfloat16 and KERNELS):
         return False
-    return product_tiles.tile(*x.shape[:2], features, x.shape[2]) is not None
+    return frozen_block_tiles.tile(*x.shape[:2], features, x.shape[2]) is not None
 
 
 def slope(scale: Tensor, var: Tensor) -> Tensor:
@@ -147,7 +148,7 @@ def _(
     return [dh.new_empty(dh.shape) for _ in range(1 if passed is None else 2)]
 
 
-if BUILDABLE:
+if KERNELS:
     from functional_sac.fused import frozen_block_kernels
 
     _inner.register_kernel("cuda")(frozen_block_kernels.inner)

@@ -3,7 +3,7 @@
 Networks are stacked, so that both critics and both target critics go forward as one batch of four. Activations are
 kept once, in the type of the products; weights are cast once an update; a trunk is an operator of its own in both
 directions (`trunk`); inputs and heads are padded to multiples of eight, which matrix units want, with zeros that
-change nothing. What follows the trunk is in `critic_heads`, `actor_head` and `frozen_critics`; `torch.func` only
+change nothing. What follows the trunk is in `critic_heads`, `actor_head` and `frozen_networks`; `torch.func` only
 differentiates the policy's density and the actor's loss in it.
 """
 
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from functional_sac import distributions, networks
-from functional_sac.fused import actor_head, critic_heads, frozen_critics, inputs, trunk
-from functional_sac.fused.alignment import aligned
+from functional_sac.fused import actor_head, critic_heads, frozen_networks, inputs, trunk
+from functional_sac.fused.alignment import BLOCK_LEAVES, aligned
 from functional_sac.losses import CriticStats, Losses
 from functional_sac.networks import BN_EPS, BN_MOMENTUM, Actor, BatchNorm, Block, Critic, Stats, Trunk
 from functional_sac.transition import Transition, critic_view
@@ -29,10 +29,10 @@ Send = Callable[[list[Tensor], Tensor], None]  # see `make_step`
 Finish = Callable[[list[Tensor]], tuple[Tensor, list[Tensor]]]  # see `through_trunk`
 
 
-def gradients(params: Trunk, found: list[Tensor], post_scale: Tensor) -> Trunk:
+def trunk_like(params: Trunk, found: list[Tensor], post_scale: Tensor) -> Trunk:
     """Returns the gradients of `aligned` leaves as a trunk like params, with that of the RMS norm's scale."""
     scale, bias, w, *rest = found
-    blocks = (rest[i : i + trunk.LEAVES] for i in range(0, len(rest), trunk.LEAVES))
+    blocks = (rest[i : i + BLOCK_LEAVES] for i in range(0, len(rest), BLOCK_LEAVES))
     return Trunk(
         norm=BatchNorm(scale, bias),
         w=w[..., : params.w.shape[-1]],
@@ -66,10 +66,10 @@ def through_trunk(
     if send is None:
         found = trunk.backward(dh, leaves, kept, behind)
         return found[: len(leaves)], *finish(found[len(leaves) :])
-    *below, last = range(trunk.blocks(leaves))
+    *below, last = range(trunk.block_count(leaves))
     dh, *found = trunk.backward_block(dh, leaves, kept, last, behind)
-    loss, of_behind = finish(found[trunk.LEAVES :])
-    found = found[: trunk.LEAVES]
+    loss, of_behind = finish(found[BLOCK_LEAVES:])
+    found = found[:BLOCK_LEAVES]
     send([*found, *of_behind], loss)
     for index in reversed(below):
         dh, *of_block = trunk.backward_block(dh, leaves, kept, index, [])
@@ -120,7 +120,7 @@ class Gradients:
         """
         loss, lying = self.losses, inputs.batch(batch)
         x, batch = lying.critic_input(policy.action), lying.transition()
-        *leaves, scale, w = list(copies) or aligned([params, target], products(loss.dtype, x))
+        *leaves, scale, w = list(copies) or aligned([params, target], product_dtype(loss.dtype, x))
         mean, inverse_std, *_, h = kept = trunk.forward(x, leaves, BN_EPS, params.b.shape[0])
         of_online = moved(stats.online, mean[:2], inverse_std[:2], x.shape[0])
         of_target = moved(stats.target, mean[2:], inverse_std[2:], x.shape[0])
@@ -129,7 +129,7 @@ class Gradients:
         dh, behind = critic_heads.loss_gradient(h, scale, w, params, target, backup)
         of_trunk, value, of_behind = through_trunk(dh, leaves, kept, behind, critic_heads.finished, send)
         post_scale, *heads = of_behind
-        own = gradients(params.trunk, of_trunk, post_scale)
+        own = trunk_like(params.trunk, of_trunk, post_scale)
         metrics = {"critic_loss": value, "max_entropy_bonus": entropy_term.amax()}
         return Critic(own, *heads), value, Aux(CriticStats(of_online, of_target), metrics)
 
@@ -144,7 +144,7 @@ class Gradients:
         # The next observations share the batch statistics, not the loss.
         x, batch = lying.actor_input(), lying.transition()
         rows = batch.reward.shape[0]
-        *leaves, scale, w = list(copies) or _aligned(params, products(self.losses.dtype, x))
+        *leaves, scale, w = list(copies) or _aligned(params, product_dtype(self.losses.dtype, x))
         kept = trunk.forward(x, leaves, BN_EPS, 1)
         raw, tape = actor_head.forward(kept[-1][:, :rows], scale, w, params, x.dtype)
         policy = _sample(raw, noise[:rows])
@@ -169,37 +169,52 @@ class Gradients:
         Arguments are as there and in `make_step`, and what `actor_forward` left.
         `critic_copies` are those that `critic` takes.
         """
-        loss, batch = self.losses, inputs.batch(batch).transition()
-        rows, dtype = batch.reward.shape[0], products(loss.dtype, forward.inputs)
+        batch = inputs.batch(batch).transition()
         mean, inverse_std, *_, h = forward.kept
         stacked, old = tree.map(lambda leaf: leaf.unsqueeze(0), (params.trunk, stats))
         new = moved(old, mean, inverse_std, forward.inputs.shape[0])
-
-        def sample(raw: Tensor) -> distributions.Sample:
-            return _sample(raw, noise[:rows])
-
-        def value(action: Tensor, log_prob: Tensor, q: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            return loss.policy_value(distributions.Sample(action, log_prob), q, log_temperature, batch)
-
-        actions = noise.shape[-1]
+        dtype = product_dtype(self.losses.dtype, forward.inputs)
         weights = [leaf[: critic.b.shape[0]] for leaf in critic_copies] or aligned([critic], dtype)
-        q, slope = frozen_critics.lower_value(critic, critic_stats, weights, forward.seen, actions, *loss.atoms)
-        (daction, dlog_prob, dq), (found, metrics) = torch.func.grad_and_value(value, (0, 1, 2), has_aux=True)(
-            forward.seen[:, -actions:], forward.log_prob, q
-        )
-        _, pullback = torch.func.vjp(sample, forward.raw)
-        daction = daction + dq.unsqueeze(-1) * slope
-        (draw,) = pullback(distributions.Sample(daction, dlog_prob))
-        tape = actor_head.Tape(h[:, :rows], forward.normal, forward.w)
+        draw, found, metrics = self._raw_gradient(forward, critic, critic_stats, weights, log_temperature, batch, noise)
+        tape = actor_head.Tape(h[:, : draw.shape[0]], forward.normal, forward.w)
         dh, behind = actor_head.backward(params, tape, draw)
         send_own = None if send is None else lambda leaves, loss: send([leaf.squeeze(0) for leaf in leaves], loss)
         of_trunk, _, (post_scale, *heads) = through_trunk(
             dh, forward.leaves, forward.kept, behind,
             lambda behind: (found, actor_head.finished(behind)), send_own,
         )  # fmt: skip
-        own = Actor(gradients(stacked, of_trunk, post_scale), *heads)
+        own = Actor(trunk_like(stacked, of_trunk, post_scale), *heads)
         own, new = tree.map(lambda leaf: leaf.squeeze(0), (own, new))
         return own, found, Aux(new, metrics)
+
+    def _raw_gradient(
+        self,
+        forward: Forward,
+        critic: Critic,
+        critic_stats: Stats,
+        weights: list[Tensor],
+        log_temperature: Tensor,
+        batch: Transition,
+        noise: Tensor,
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Returns the gradient of `forward.raw`, the actor's loss and its metrics; `weights` are the critics'."""
+        rows, actions = batch.reward.shape[0], noise.shape[-1]
+
+        def sample(raw: Tensor) -> distributions.Sample:
+            return _sample(raw, noise[:rows])
+
+        def value(action: Tensor, log_prob: Tensor, q: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            return self.losses.policy_value(distributions.Sample(action, log_prob), q, log_temperature, batch)
+
+        atoms = self.losses.atoms
+        q, slope = frozen_networks.lower_value(critic, critic_stats, weights, forward.seen, actions, *atoms)
+        (daction, dlog_prob, dq), (found, metrics) = torch.func.grad_and_value(value, (0, 1, 2), has_aux=True)(
+            forward.seen[:, -actions:], forward.log_prob, q
+        )
+        _, pullback = torch.func.vjp(sample, forward.raw)
+        daction = daction + dq.unsqueeze(-1) * slope
+        (draw,) = pullback(distributions.Sample(daction, dlog_prob))
+        return draw, found, metrics
 
     def next_policy(
         self,
@@ -212,12 +227,12 @@ class Gradients:
         """Returns what `losses.next_policy` comes to; arguments as there, and `copies` as `actor` takes them."""
         lying = inputs.batch(batch)
         stacked = tree.map(lambda leaf: leaf.unsqueeze(0), (actor.trunk, stats))
-        *leaves, scale, w = list(copies) or _aligned(actor, products(self.losses.dtype, lying.rows))
-        h = frozen_critics.activations(*stacked, leaves, lying)
+        *leaves, scale, w = list(copies) or _aligned(actor, product_dtype(self.losses.dtype, lying.rows))
+        h = frozen_networks.activations(*stacked, leaves, lying)
         return _sample(actor_head.forward(h, scale, w, actor, lying.rows.dtype)[0], noise)
 
 
-def products(dtype: torch.dtype, x: Tensor) -> torch.dtype:
+def product_dtype(dtype: torch.dtype, x: Tensor) -> torch.dtype:
     """Returns the type of the products for tensors like x; float64 ones stay float64, for tests in higher precision."""
     return x.dtype if dtype == torch.float32 else dtype
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from functional_sac.networks import ALIGNMENT, BN_EPS
+from functional_sac.networks import BN_EPS, padded_size
 from functional_sl.kernels import launch, rowwise
 
 ROWS, COLUMNS = 16, 64  # of a program
@@ -95,7 +95,7 @@ def normalised(
     """Launches `inputs.normalised`."""
     rows, scale, bias, mean, var = rowwise(rows), scale.contiguous(), bias.contiguous(), rowwise(mean), rowwise(var)
     size, (count, features) = (rows if places is None else places).shape[0], scale.shape
-    y = rows.new_empty(count, size, features + -features % ALIGNMENT, dtype=dtype)
+    y = rows.new_empty(count, size, padded_size(features), dtype=dtype)
     grid = (triton.cdiv(y.shape[2], SIDE), triton.cdiv(size, SIDE))
     # Without places nobody reads them.
     launch(

@@ -20,7 +20,7 @@ from functional_sac.networks import BN_EPS, BatchNorm, Stats
 from functional_sac.transition import Transition
 from functional_sl.kernels import buildable
 
-BUILDABLE = buildable()
+KERNELS = buildable()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,8 +66,7 @@ class Batch:
         return list(itertools.accumulate(self.columns.widths, initial=0))
 
     def _picked(self, begins: tuple[int, int], counts: tuple[int, int], tail: Tensor | None) -> Tensor:
-        width = counts[0] + -counts[0] % networks.ALIGNMENT
-        return pick(self.rows, self.places, begins, counts, tail, width)
+        return pick(self.rows, self.places, begins, counts, tail, networks.padded_size(counts[0]))
 
 
 def batch(transition: Transition | Batch) -> Batch:
@@ -127,7 +126,7 @@ def normalised(
     Returns:
       [N, B, K] with zeros up to a multiple of eight.
     """
-    run = _normalised if rows.is_cuda and BUILDABLE else _plain_normalised
+    run = _normalised if rows.is_cuda and KERNELS else _plain_normalised
     return run(rows, places, begin, *norm, *stats, dtype)
 
 
@@ -149,11 +148,11 @@ def _(
     dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     count, features = scale.shape
-    width = features + -features % networks.ALIGNMENT
-    return rows.new_empty(count, (rows if places is None else places).shape[0], width, dtype=dtype)
+    size = (rows if places is None else places).shape[0]
+    return rows.new_empty(count, size, networks.padded_size(features), dtype=dtype)
 
 
-if BUILDABLE:
+if KERNELS:
     from functional_sac.fused import input_kernels
 
     pick.register_kernel("cuda")(input_kernels.pick)

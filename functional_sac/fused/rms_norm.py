@@ -1,7 +1,7 @@
 """RMS norm of stacked networks, written out forward and backward.
 
 On a GPU a pass is one Triton kernel, elsewhere plain operations. Both compute in float32 and agree to rounding. The
-ops have no derivative of their own and no rule for `vmap`: see `critic_heads` for who calls them.
+ops have no derivative of their own and no rule for `vmap`: `critic_heads` and `actor_head` call them.
 Source: Zhang and Sennrich 2019, arXiv 1910.07467.
 """
 

@@ -1,4 +1,4 @@
-"""The Triton kernels of RMS norm: a program takes a few whole rows of one network.
+"""The Triton kernels of `rms_norm`: a program takes a few whole rows of one network.
 
 Backward, what a row was divided by is computed anew, which is cheaper than to read it. Nothing is added atomically.
 """

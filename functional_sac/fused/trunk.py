@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, library
 
-from functional_sac.fused import batch_norm, batch_norm_chain, weight_gradients
+from functional_sac.fused import batch_norm, block_forward, weight_gradients
+from functional_sac.fused.alignment import BLOCK_LEAVES, INPUT_LEAVES
 from functional_sac.fused.float32_products import add_product, product
 from functional_sl import streams
 
-INPUT, LEAVES, KEPT = 3, 6, 4  # tensors of the input and of a block in the list of leaves; of a block in what is kept
+KEPT = 4  # tensors of a block in what is kept; those before are both moments, z and the first h
 
 
 @library.custom_op("functional_sac::trunk_forward", mutates_args=())
@@ -34,22 +35,22 @@ def forward(x: Tensor, leaves: list[Tensor], eps: float, trained: int) -> list[T
       h [N, B, H]; then of every block the norms' inputs and outputs, [N, B, 4H], of the first networks [M, B, 4H], and
       [N, B, H] twice. The last one is the trunk's output.
     """
-    scale, bias, w = leaves[:INPUT]
+    scale, bias, w = leaves[:INPUT_LEAVES]
     kept = _moments(leaves)
     norms = _by_norm(*kept, leaves)
     y, z = batch_norm.common(x, scale, bias, *next(norms), w.dtype, eps)
     kept += [z, product(y, w.mT)]
-    for of_block in _by_block(leaves[INPUT:], LEAVES):
-        kept += batch_norm_chain.forward(kept[-1], of_block, next(norms), next(norms), eps, trained)
+    for of_block in _by_block(leaves):
+        kept += block_forward.forward(kept[-1], of_block, next(norms), next(norms), eps, trained)
     return kept
 
 
 @forward.register_fake
 def _(x: Tensor, leaves: list[Tensor], eps: float, trained: int) -> list[Tensor]:
-    scale, _, w = leaves[:INPUT]
+    scale, _, w = leaves[:INPUT_LEAVES]
     (networks, outer, _), rows = w.shape, x.shape[0]
     sizes = [(1, batch_norm.common_width(scale.shape[1])), (networks, outer)]
-    for w1, *_ in _by_block(leaves[INPUT:], LEAVES):
+    for w1, *_ in _by_block(leaves):
         inner = w1.shape[1]
         sizes += [(networks, inner), (trained, inner), (networks, outer), (networks, outer)]
     return [*_moments(leaves), *(w.new_empty(count, rows, width) for count, width in sizes)]
@@ -71,7 +72,7 @@ def backward(dh: Tensor, leaves: list[Tensor], kept: list[Tensor], behind: list[
     whole, found = torch.empty_like(kept[-1]), []
     with streams.aside(dh.device) as aside, weight_gradients.later(dh.device) as later:
         of_behind = _finish(behind, later, aside)
-        for index in reversed(range(blocks(leaves))):
+        for index in reversed(range(block_count(leaves))):
             dh, *of_block = _through_block(dh, whole, leaves, kept, index, later)
             found = of_block + found
         return _through_input(dh, leaves, kept) + found + of_behind
@@ -103,7 +104,7 @@ def backward_block(
 
 @backward_block.register_fake
 def _(dh: Tensor, leaves: list[Tensor], kept: list[Tensor], index: int, behind: list[Tensor]) -> list[Tensor]:
-    h, of_block = kept[-1], _like(_by_block(leaves[INPUT:], LEAVES)[index], dh, kept)
+    h, of_block = kept[-1], _like(_by_block(leaves)[index], dh, kept)
     return [h.new_empty(dh.shape[0], *h.shape[1:]), *of_block, *_finished_like(behind, kept)]
 
 
@@ -116,12 +117,12 @@ def backward_input(dh: Tensor, leaves: list[Tensor], kept: list[Tensor]) -> list
 
 @backward_input.register_fake
 def _(dh: Tensor, leaves: list[Tensor], kept: list[Tensor]) -> list[Tensor]:
-    return _like(leaves[:INPUT], dh, kept)
+    return _like(leaves[:INPUT_LEAVES], dh, kept)
 
 
-def blocks(leaves: list[Tensor]) -> int:
+def block_count(leaves: list[Tensor]) -> int:
     """Returns the number of a trunk's blocks."""
-    return (len(leaves) - INPUT) // LEAVES
+    return (len(leaves) - INPUT_LEAVES) // BLOCK_LEAVES
 
 
 def _through_block(
@@ -133,7 +134,7 @@ def _through_block(
     later: Callable[[Tensor, Tensor], Tensor],
 ) -> list[Tensor]:
     """Goes backward through a block; `whole` takes the gradient of its input, or is that of its output already."""
-    w1, scale1, bias1, w2, scale2, bias2 = _by_block(leaves[INPUT:], LEAVES)[index]
+    w1, scale1, bias1, w2, scale2, bias2 = _by_block(leaves)[index]
     h, first, inner, second = kept[3 + index * KEPT :][:KEPT]
     norm1, norm2 = list(_by_norm(*kept[:2], leaves))[1 + 2 * index :][:2]
     d, *found2 = batch_norm.backward(dh, second, scale2, bias2, *norm2, None if dh is whole else whole)
@@ -144,7 +145,7 @@ def _through_block(
 
 def _through_input(dh: Tensor, leaves: list[Tensor], kept: list[Tensor]) -> list[Tensor]:
     _, _, z, *_ = kept
-    return list(batch_norm.common_backward(dh, z, *leaves[:INPUT]))
+    return list(batch_norm.common_backward(dh, z, *leaves[:INPUT_LEAVES]))
 
 
 def _finish(
@@ -180,7 +181,7 @@ def _like(leaves: list[Tensor], dh: Tensor, kept: list[Tensor]) -> list[Tensor]:
 
 def _widths(leaves: list[Tensor]) -> list[int]:
     """Returns the features of each batch norm, in the order of `networks.Stats`."""
-    return [scale.shape[1] for scale in (leaves[0], *leaves[INPUT + 1 :: 3])]
+    return [scale.shape[1] for scale in (leaves[0], *leaves[INPUT_LEAVES + 1 :: 3])]
 
 
 def _moments(leaves: list[Tensor]) -> list[Tensor]:
@@ -193,5 +194,5 @@ def _by_norm(mean: Tensor, inverse_std: Tensor, leaves: list[Tensor]) -> Iterato
     return zip(mean.split(widths, -1), inverse_std.split(widths, -1), strict=True)
 
 
-def _by_block(tensors: list[Tensor], size: int) -> list[list[Tensor]]:
-    return [tensors[i : i + size] for i in range(0, len(tensors), size)]
+def _by_block(leaves: list[Tensor]) -> list[list[Tensor]]:
+    return [leaves[i : i + BLOCK_LEAVES] for i in range(INPUT_LEAVES, len(leaves), BLOCK_LEAVES)]

@@ -47,10 +47,17 @@ def later(device: torch.device) -> Iterator[Callable[[Tensor, Tensor], Tensor]]:
 
 
 def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
-    """Returns dy transposed times x: [N, B, M] and [N, B, K] to [N, M, K], float32 where they are of a half type."""
+    """Returns dy transposed times x: [N, B, M] and [N, B, K] to [N, M, K], float32 where they are of a half type.
+
+    On a GPU and in float32 it adds up products of parts of the rows, at which cuBLAS is faster: thousands of rows alone
+    leave it few and long programs.
+    """
     if dy.dtype in (torch.bfloat16, torch.float16):
         return torch.bmm(dy.mT, x, out_dtype=torch.float32) if dy.is_cuda else torch.bmm(dy.mT.float(), x.float())
-    return by_parts(dy, x)
+    size = dy.shape[0] * dy.shape[2] * x.shape[2]
+    parts = 4 if size >= 2**19 else 16 if size >= 2**15 else 1
+    split = dy.is_cuda and dy.dtype == torch.float32 and dy.shape[1] % parts == 0
+    return summed_by_parts(dy, x, parts if split else 1)
 
 
 def in_parts(dy: Tensor, x: Tensor) -> Tensor:
@@ -61,17 +68,6 @@ def in_parts(dy: Tensor, x: Tensor) -> Tensor:
     if KERNELS and weight_gradient_kernels.fits_in_parts(dy, x):
         return weight_gradient_kernels.in_parts(dy, x)
     return weight_gradient(dy, x.expand(dy.shape[0], -1, -1)).unsqueeze(1)
-
-
-def by_parts(dy: Tensor, x: Tensor) -> Tensor:
-    """Returns `weight_gradient` in the type that both have, which on a GPU and in float32 adds up products of parts.
-
-    cuBLAS is faster at that: thousands of rows alone leave it few and long programs.
-    """
-    size = dy.shape[0] * dy.shape[2] * x.shape[2]
-    parts = 4 if size >= 2**19 else 16 if size >= 2**15 else 1
-    split = dy.is_cuda and dy.dtype == torch.float32 and dy.shape[1] % parts == 0
-    return summed_by_parts(dy, x, parts if split else 1)
 
 
 def summed_by_parts(dy: Tensor, x: Tensor, parts: int) -> Tensor:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from devices import DEVICES
 from torch import library
 
 from functional_sac import networks
 from functional_sac.fused import alignment
 from functional_sac.networks import Critic
 from functional_sl import keys, tree
-
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
 
 
 def critics(seed: int, members: int, inputs: int) -> Critic:

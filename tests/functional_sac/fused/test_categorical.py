@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from devices import DEVICES, needs_gpu
 
 from functional_sac import distributions, losses, networks, value
 from functional_sac.config import SACConfig
@@ -11,8 +12,6 @@ from functional_sac.fused import categorical, rms_norm
 from functional_sac.transition import Observation, Transition
 from functional_sl import keys
 
-CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
-DEVICES = ["cpu", CUDA]
 WIDTH, BINS, ROWS = 16, 11, 37
 
 # Sums add in another order; gradients in BF16 are rounded to 2^-8 of themselves. A GPU's exponential is less exact.
@@ -20,8 +19,8 @@ KINDS = [
     ("cpu", torch.float64, torch.float64, 1e-12),
     ("cpu", torch.float32, torch.float32, 1e-5),
     ("cpu", torch.bfloat16, torch.float32, 2**-8),
-    pytest.param("cuda", torch.float32, torch.float32, 1e-4, marks=CUDA.marks),
-    pytest.param("cuda", torch.bfloat16, torch.float32, 2**-8, marks=CUDA.marks),
+    pytest.param("cuda", torch.float32, torch.float32, 1e-4, marks=needs_gpu),
+    pytest.param("cuda", torch.bfloat16, torch.float32, 2**-8, marks=needs_gpu),
 ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from devices import DEVICES
 from torch import library
 
 from functional_sac import networks
@@ -11,7 +12,6 @@ from functional_sac.fused import alignment, descent
 from functional_sac.networks import Actor, Critic
 from functional_sl import keys, optim, tree, wire
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
 RATE, TAU = 3e-3, 0.05
 
 

@@ -7,13 +7,13 @@ import sys
 
 import pytest
 import torch
+from devices import DEVICES
 
 from functional_sac.fused import float32_products
 from functional_sl import keys
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9 and float32_products.KERNELS
 on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU, Triton and a C compiler")
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
 SHAPES = [(2, 2048, 1024, 256), (2, 2048, 256, 1024), (4, 2048, 320, 256)]
 
 

@@ -7,13 +7,12 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from devices import DEVICES
 from torch import Tensor, library
 
-from functional_sac.fused import frozen_blocks, product_tiles
+from functional_sac.fused import frozen_block_tiles, frozen_blocks
 from functional_sac.networks import BN_EPS, BatchNorm, Stats
 from functional_sl import keys, tree
-
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
 
 # Networks, rows, width and inner width; tiles do not divide the last ones.
 SHAPES = [(2, 128, 128, 512), (1, 64, 128, 128), (2, 256, 256, 384), (2, 37, 20, 44)]
@@ -126,7 +125,7 @@ def test_an_operator_agrees_with_its_shapes_and_changes_nothing(device: str) -> 
 @pytest.mark.parametrize(("width", "inner"), [(128, 512), (256, 1024), (384, 1536), (100, 400)])
 def test_tiles_divide_what_they_are_for(networks: int, rows: int, width: int, inner: int) -> None:
     for features, depth in ((inner, width), (width, inner)):
-        tile = product_tiles.tile(networks, rows, features, depth)
+        tile = frozen_block_tiles.tile(networks, rows, features, depth)
         assert (tile is None) == (rows == 1000 or width == 100)
         if tile:
             assert (rows % tile.rows, features % tile.features, depth % tile.depth) == (0, 0, 0)

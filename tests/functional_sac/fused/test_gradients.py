@@ -1,4 +1,4 @@
-"""Gradients that are written out against `torch.func.grad` of the losses, and batch norm against torch's."""
+"""Gradients that are written out against `torch.func.grad` of the losses."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import dataclasses
 
 import pytest
 import torch
-from equal import assert_bits_equal
-from torch import library
 
 from functional_sac import losses, updates
 from functional_sac.config import SACConfig
 from functional_sac.distributions import Sample
 from functional_sac.envs.env import EnvSpec
-from functional_sac.fused import batch_norm, gradients, trunk
+from functional_sac.fused import gradients
 from functional_sac.transition import Observation, Transition
 from functional_sl import keys, tree
 from functional_sl.parallel.collectives import single
@@ -173,104 +171,3 @@ def test_numbers_that_are_not_finite_close_the_policys_gate(where: str, number: 
 def test_float16_is_refused() -> None:
     with pytest.raises(ValueError, match="float16"):
         updates.make_updates(dataclasses.replace(CONFIG, compute_dtype="float16"), SPEC, single(), True)
-
-
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("shape", "given"), [((3, 37, 20), 12), ((1, 1500, 18), 1500), ((5, 40, 1000), 20)])
-@pytest.mark.parametrize("add", [False, True])
-def test_batch_norm_is_torchs(device: str, dtype: torch.dtype, shape: tuple, given: int, add: bool) -> None:
-    """Means of 5 beside spreads of 1. BF16 within two roundings, 2^-7; float32 sums of 1500 rows to 1e-4."""
-    draw = iter(keys.split(keys.key(0), 5))
-    x = (keys.normal(next(draw), shape) + 5).to(dtype)
-    scale, bias = (keys.uniform(next(draw), (shape[0], shape[2])) + 0.5 * i for i in (1, 0))
-    dy, rest = keys.normal(next(draw), shape).to(dtype), keys.normal(next(draw), shape).to(dtype)
-    dy[:, given:] = 0
-    tolerance = {"rtol": 2**-7, "atol": 2**-5} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
-    # Moments of several norms lie in one tensor.
-    moments = [torch.full((shape[0], shape[2] + 8), -7.0, device=device) for _ in range(2)]
-    given_x = [t.to(device) for t in (x, scale, bias)]
-    views, whole = [t[:, 4:-4] for t in moments], torch.full(shape, 9.0, dtype=dtype, device=device)
-    y = batch_norm.forward(*given_x, rest.to(device) if add else None, *views, 1e-5)
-    back = batch_norm.backward(dy[:, :given].to(device), *given_x, *views, whole)
-    assert torch.equal(whole.cpu(), dy)
-    assert all((t[:, :4] == -7).all() and (t[:, -4:] == -7).all() for t in moments)
-    for n in range(shape[0]):
-        leaves = [t[n].float().requires_grad_() for t in (x, scale, bias)]
-        normal, mean, inverse = torch.native_batch_norm(*leaves, None, None, True, 0.0, 1e-5)
-        expected = torch.autograd.grad(torch.relu(normal), leaves, dy[n].float())
-        out = torch.relu(normal) + rest[n].float() if add else torch.relu(normal)
-        got = [t[n].float().cpu() for t in (y, *views, *back)]
-        torch.testing.assert_close(got[:1] + got[3:4], [out.detach(), expected[0]], **tolerance)
-        torch.testing.assert_close(got[1:3] + got[4:], [mean, inverse, *expected[1:]], rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("rows", "features", "width", "count"), [(37, 5, 8, 4), (1500, 45, 48, 1), (300, 64, 64, 2)])
-def test_batch_norm_of_a_common_input_is_torchs(
-    device: str, dtype: torch.dtype, rows: int, features: int, width: int, count: int
-) -> None:
-    """As above; columns behind the features stay zero.
-
-    The gradients are those through a product behind it: whole tensors, to a few roundings.
-    """
-    draw = iter(keys.split(keys.key(0), 5))
-    x = torch.nn.functional.pad(keys.normal(next(draw), (rows, features)) + 5, (0, width - features))
-    scale, bias = (keys.uniform(next(draw), (count, features)) + 0.5 * i for i in (1, 0))
-    d, w = keys.normal(next(draw), (count, rows, 64)).to(dtype), keys.normal(next(draw), (count, 64, width)).to(dtype)
-    tolerance = {"rtol": 2**-7, "atol": 2**-7} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
-    moments = [torch.empty(count, features, device=device) for _ in range(2)]
-    affine = [t.to(device) for t in (scale, bias)]
-    y, z = batch_norm.common(x.to(device), *affine, *moments, dtype, 1e-5)
-    back = batch_norm.common_backward(d.to(device), z, *affine, w.to(device))
-    assert (y.dtype, y.shape) == (dtype, (count, rows, width))
-    assert not y[..., features:].any()
-    assert not back[2][..., features:].any()
-    for n in range(count):
-        leaves = [t.float().requires_grad_() for t in (scale[n].clone(), bias[n].clone(), w[n, :, :features])]
-        normal, *stats = torch.native_batch_norm(x[:, :features], *leaves[:2], None, None, True, 0.0, 1e-5)
-        expected = torch.autograd.grad(normal @ leaves[2].T, leaves, d[n].float())
-        got = [t[n, ..., :features].float().cpu() for t in (y, *moments, *back)]
-        torch.testing.assert_close(got[0], normal.detach(), **tolerance)
-        torch.testing.assert_close(got[1:3], stats, rtol=1e-3, atol=1e-3)
-        for a, b in zip(got[3:], expected, strict=True):
-            assert (a - b).norm() <= (2**-7 if dtype == torch.bfloat16 else 1e-4) * b.norm()
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_an_operator_agrees_with_its_shapes_and_changes_nothing(device: str) -> None:
-    """In BF16: types and shapes by the fake kernels, inputs left alone, gradients of weights in float32.
-
-    What is behind is whole numbers, which add up exactly.
-    """
-    draw = iter(keys.split(keys.key(0), 20))
-
-    def normal(*shape: int) -> torch.Tensor:
-        return keys.normal(next(draw), shape).to(device)
-
-    leaves = [normal(3, 6), normal(3, 6), normal(3, 8, 16).bfloat16()]
-    for _ in range(2):
-        leaves += [normal(3, 32, 8).bfloat16(), normal(3, 32), normal(3, 32)]
-        leaves += [normal(3, 8, 32).bfloat16(), normal(3, 8), normal(3, 8)]
-    x = torch.nn.functional.pad(normal(24, 6), (0, 10))
-    checks = ("test_schema", "test_faketensor")
-    library.opcheck(trunk.forward, (x, leaves, 1e-5, 2), test_utils=checks)
-    kept = trunk.forward(x, leaves, 1e-5, 2)
-    dh = normal(2, 7, 8).bfloat16()
-    dy, y, *parts = (
-        keys.randint(keys.key(1), shape, -9, 9).to(x) for shape in ((2, 7, 16), (2, 7, 8), (6, 2, 3), (9,))
-    )
-    behind = [dy.bfloat16(), y.bfloat16(), *parts]
-    library.opcheck(trunk.backward, (dh, leaves, kept, behind), test_utils=checks)
-    library.opcheck(trunk.backward_block, (dh, leaves, kept, 1, behind), test_utils=checks)
-    library.opcheck(trunk.backward_block, (dh, leaves, kept, 0, []), test_utils=checks)
-    whole = trunk.backward_block(dh, leaves, kept, 1, [])[0]
-    library.opcheck(trunk.backward_input, (whole, leaves, kept), test_utils=checks)
-    found = trunk.backward(dh, leaves, kept, behind)
-    assert [(t.shape, t.dtype) for t in found[:-3]] == [(t[1:].shape, torch.float32) for t in leaves]
-    for of_behind in (found[-3:], trunk.backward_block(dh, leaves, kept, 1, behind)[-3:]):
-        assert_bits_equal(of_behind, [torch.einsum("nbo,nbk->nok", dy, y), *(t.sum(0) for t in parts)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from devices import DEVICES
 from torch import library
 
 from functional_sac import losses, replay
@@ -15,7 +16,6 @@ from functional_sac.fused.inputs import Batch
 from functional_sac.networks import BN_EPS, BatchNorm, Stats
 from functional_sl import keys, tree
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
 SYMMETRIC, WIDE = replay.Fields(11, 0, 3), replay.Fields(160, 289, 29)
 
 

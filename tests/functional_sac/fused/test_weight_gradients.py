@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from devices import DEVICES
 
 from functional_sac.fused import weight_gradients
 from functional_sl import keys
-
-CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
 
 
 def whole(number: int, *shape: int) -> torch.Tensor:
@@ -25,7 +24,7 @@ def test_rows_in_parts_add_up() -> None:
     assert torch.equal(weight_gradients.summed_by_parts(dy, shared, 4), torch.einsum("nbo,nbk->nok", dy, shared))
 
 
-@pytest.mark.parametrize("device", ["cpu", CUDA])
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("networks", "rows", "widths"), [(2, 12, (8, 6)), (2, 192, (1024, 256)), (2, 256, (256, 1024)), (5, 64, (512, 384))]
@@ -44,7 +43,7 @@ def test_all_of_them_later(device: str, dtype: torch.dtype, networks: int, rows:
         assert torch.equal(gradient.cpu(), torch.einsum("nbo,nbk->nok", dy.float().cpu(), x.float().cpu()))
 
 
-@pytest.mark.parametrize("device", ["cpu", CUDA])
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("networks", "rows", "widths"), [(2, 12, (8, 6)), (2, 1024, (256, 320)), (1, 192, (128, 64))])
 def test_parts_of_a_shared_input_add_up(

@@ -2,8 +2,8 @@
 
 On a Hopper GPU, in BF16 and at the sizes of the critics, products and norms are interleaved in three kernels: a norm's
 statistics are taken while its input is still on the chip, and the first norm's output goes straight into the second
-product. They are written in Gluon, an experimental part of Triton that changes from version to version, and are taken
-with those that are known. Elsewhere these are products and `batch_norm`.
+product. The first two are in Gluon, an experimental part of Triton that changes from version to version, and all are
+taken with those that are known. Elsewhere these are products and `batch_norm`. The way back is in `trunk`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if buildable():
         import triton
 
         if triton.__version__.startswith(VERSIONS):
-            from functional_sac.fused import batch_norm_chain_kernels as kernels
+            from functional_sac.fused import block_forward_kernels as kernels
 
 
 def fits(h: Tensor, w1: Tensor, w2: Tensor) -> bool:

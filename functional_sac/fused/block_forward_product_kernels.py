@@ -1,4 +1,4 @@
-"""The Gluon kernels of `batch_norm_chain`: the products of a block, with the moments of what each one stores.
+"""The Gluon kernels of `block_forward`: the products of a block, with the moments of what each one stores.
 
 What Triton would see to is written out here. Threads and the units that copy (TMA) and multiply (wgmma) see each
 other's writes to shared memory only behind a fence; a slot is filled again only once a barrier tells that all warps

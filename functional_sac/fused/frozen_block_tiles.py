@@ -1,4 +1,4 @@
-"""Tiles of the Triton kernels that compute a product of stacked matrices: one place for all sizes."""
+"""The tiles in which `frozen_block_kernels` compute products, and whether there is one; this needs no Triton."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The launchers of `batch_norm_chain` for a Hopper GPU, and the kernel that ends a block.
+"""The launchers of `block_forward` for a Hopper GPU, and the kernel that ends a block.
 
 Each product leaves the moments of what it stores in parts of the rows, and who reads it next joins them, in their
 order: no norm reads the rows a second time, and the same input gives the same bits.
@@ -13,7 +13,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from functional_sac.fused.batch_norm_chain_products import narrow_product, wide_product
+from functional_sac.fused.block_forward_product_kernels import narrow_product, wide_product
 from functional_sl.kernels import launch
 
 WIDTH, INNER = 256, 1024  # of the blocks for which the sizes below are
@@ -75,7 +75,7 @@ def forward(
     eps: float,
     trained: int,
 ) -> list[Tensor]:
-    """Launches `batch_norm_chain.forward`."""
+    """Launches `block_forward.forward`."""
     w1, scale1, bias1, w2, scale2, bias2 = leaves
     networks, rows, _ = h.shape
     taken = tiles(networks, rows)

@@ -1,4 +1,4 @@
-"""What the Triton kernels of the norms do to a tile."""
+"""What the Triton kernels of batch norm have in common: what is done to a tile, and how parts are added up."""
 
 from __future__ import annotations
 

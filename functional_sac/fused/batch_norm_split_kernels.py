@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from functional_sac.fused.tiles import normalised, rectified, totals
+from functional_sac.fused.batch_norm_tile_kernels import normalised, rectified, totals
 from functional_sl.kernels import launch
 
 ROWS, COMMON_ROWS = 256, 128  # of a program

@@ -6,18 +6,18 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from devices import needs_gpu
 from torch import Tensor
 
-from functional_sac.fused import batch_norm_chain
+from functional_sac.fused import block_forward
 from functional_sl import keys
 
-CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 EPS = 1e-5
 
 # Device, networks, rows, width, networks that train. On a GPU: a learner's, the fewest rows, and parts that are odd.
 LARGE = [(4, 4096, 256, 2), (1, 128, 256, 1), (2, 128, 256, 1), (4, 128, 256, 2), (3, 1920, 256, 3), (1, 8192, 256, 1)]
-CASES = [("cpu", 3, 24, 8, 2), ("cpu", 1, 7, 12, 1), *(pytest.param("cuda", *case, marks=CUDA) for case in LARGE)]
-PAIRS = [("cpu", 3, 24, 8, 2), pytest.param("cuda", 4, 4096, 256, 2, marks=CUDA)]
+CASES = [("cpu", 3, 24, 8, 2), ("cpu", 1, 7, 12, 1), *(pytest.param("cuda", *case, marks=needs_gpu) for case in LARGE)]
+PAIRS = [("cpu", 3, 24, 8, 2), pytest.param("cuda", 4, 4096, 256, 2, marks=needs_gpu)]
 
 
 class Case(NamedTuple):
@@ -45,7 +45,7 @@ def case(device: str, networks: int, rows: int, width: int, trained: int) -> Cas
 
 
 def forward(c: Case) -> list[Tensor]:
-    return batch_norm_chain.forward(c.h, c.leaves, *c.norms, EPS, c.trained)
+    return block_forward.forward(c.h, c.leaves, *c.norms, EPS, c.trained)
 
 
 def rectified(x: Tensor, scale: Tensor, bias: Tensor, mean: Tensor, inverse_std: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ def test_the_same_input_gives_the_same_bits(device: str, networks: int, rows: in
         assert all(map(torch.equal, results(), once))
 
 
-@CUDA
+@needs_gpu
 def test_a_captured_block_is_the_block() -> None:
     c, other = (case("cuda", *LARGE[0]) for _ in range(2))
     other.h.add_(1)
@@ -133,19 +133,19 @@ def test_kernels_are_for_a_hopper_gpu_whole_tiles_and_one_width() -> None:
     device = "cuda" if hopper else "cpu"
     for rows, width, expected in ((128, 256, True), (4096, 256, True), (100, 256, False), (128, 128, False)):
         c = case(device, 1, rows, width, 1)
-        fits = batch_norm_chain.fits(c.h, c.leaves[0], c.leaves[3])
-        assert fits == (expected and hopper and batch_norm_chain.kernels is not None)
-        assert not batch_norm_chain.fits(c.h.half(), c.leaves[0].half(), c.leaves[3].half())
+        fits = block_forward.fits(c.h, c.leaves[0], c.leaves[3])
+        assert fits == (expected and hopper and block_forward.kernels is not None)
+        assert not block_forward.fits(c.h.half(), c.leaves[0].half(), c.leaves[3].half())
     if hopper:
         import triton
 
-        assert batch_norm_chain.kernels or not triton.__version__.startswith(batch_norm_chain.VERSIONS)
+        assert block_forward.kernels or not triton.__version__.startswith(block_forward.VERSIONS)
 
 
-@pytest.mark.skipif(batch_norm_chain.kernels is None, reason="needs Triton with Gluon")
+@pytest.mark.skipif(block_forward.kernels is None, reason="needs Triton with Gluon")
 @pytest.mark.parametrize(("networks", "rows", "taken"), [(4, 4096, 16), (4, 2048, 8), (2, 4096, 8), (1, 128, 2)])
 def test_tiles_divide_the_rows(networks: int, rows: int, taken: int) -> None:
-    kernels = batch_norm_chain.kernels
+    kernels = block_forward.kernels
     assert kernels.tiles(networks, rows) == taken
     for parts in range(1, kernels.NARROW_PARTS + 2):
         size = kernels.WIDE_ROWS * kernels.tiles(networks, parts * kernels.NARROW_ROWS)

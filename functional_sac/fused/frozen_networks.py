@@ -1,6 +1,6 @@
-"""The lower value of two critics that are only read, and its derivative in the actions, layer by layer.
+"""Networks that are only read: two critics' lower value with its derivative in the actions, and an actor's trunk.
 
-Batch norm goes by running statistics, so that it is an affine map and a row's value depends on that row alone.
+Batch norm goes by running statistics, so that it is an affine map and what a row comes to depends on that row alone.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from torch import Tensor
 
 from functional_sac import networks
 from functional_sac.fused import critic_heads, frozen_blocks, inputs
-from functional_sac.fused.alignment import INPUT_WEIGHT
+from functional_sac.fused.alignment import BLOCK_LEAVES, INPUT_WEIGHT
 from functional_sac.fused.inputs import Batch
-from functional_sac.fused.trunk import LEAVES
 from functional_sac.networks import ALIGNMENT, BatchNorm, Critic, Stats, Trunk
 
 
@@ -74,7 +73,7 @@ def _forward(y: Tensor, leaves: list[Tensor], norms: list[tuple[BatchNorm, Stats
     """Returns the activations [N, B, H] of a normalised input, and of every block what its backward pass reads."""
     w, *blocks = leaves[INPUT_WEIGHT:]
     h, tape = torch.bmm(y, w.mT), []
-    matrices = blocks[::LEAVES], blocks[LEAVES // 2 :: LEAVES]
+    matrices = blocks[::BLOCK_LEAVES], blocks[BLOCK_LEAVES // 2 :: BLOCK_LEAVES]
     for w1, w2, first, second in zip(*matrices, norms[::2], norms[1::2], strict=True):
         y = frozen_blocks.inner(h, w1, *first)
         h, passed = frozen_blocks.outer(y, w2, *second, h)

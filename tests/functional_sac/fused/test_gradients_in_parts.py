@@ -13,7 +13,8 @@ from ranks import run_ranks
 from functional_sac import cycle, losses, updates
 from functional_sac.config import SACConfig
 from functional_sac.envs.env import EnvSpec
-from functional_sac.fused import gradients, trunk
+from functional_sac.fused import gradients
+from functional_sac.fused.alignment import BLOCK_LEAVES, INPUT_LEAVES
 from functional_sac.transition import Transition, symmetric
 from functional_sl import keys, tree
 from functional_sl.parallel import collectives
@@ -83,8 +84,8 @@ def test_parts_are_the_gradient_from_its_end(network: str) -> None:
     assert all(torch.equal(loss, value) for _, loss in sent)
     last, first = (leaves for leaves, _ in sent)
     leaves = tree.leaves(found)
-    assert [len(leaves) - len(first) - len(last), len(first)] == [trunk.INPUT, trunk.LEAVES]
-    assert_bits_equal([*first, *last], leaves[trunk.INPUT :])
+    assert [len(leaves) - len(first) - len(last), len(first)] == [INPUT_LEAVES, BLOCK_LEAVES]
+    assert_bits_equal([*first, *last], leaves[INPUT_LEAVES:])
 
 
 def test_ranks_that_reduce_in_parts_are_those_that_reduce_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

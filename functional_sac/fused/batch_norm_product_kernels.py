@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from functional_sac.fused.tiles import totals
+from functional_sac.fused.batch_norm_tile_kernels import totals
 from functional_sl.kernels import launch, suits_hopper
 
 ROWS, COLUMNS, WARPS = 64, 128, 4  # of a tile of the product; a program goes down several
