@@ -87,8 +87,7 @@ def moved(stats: Stats, mean: Tensor, inverse_std: Tensor, rows: int) -> Stats:
 class Forward(NamedTuple):
     """What an update of the actor computes before it meets the critics."""
 
-    inputs: Tensor  # [2B, K], see `trunk.forward`
-    leaves: list[Tensor]  # likewise
+    leaves: list[Tensor]  # see `trunk.forward`
     kept: list[Tensor]  # what it returned
     raw: Tensor  # [B, 2A], means and raw deviations
     normal: Tensor  # [B, H], see `actor_head.Tape`
@@ -149,7 +148,7 @@ class Gradients:
         raw, tape = actor_head.forward(kept[-1][:, :rows], scale, w, params, x.dtype)
         policy = _sample(raw, noise[:rows])
         seen = torch.cat([critic_view(batch.observation), policy.action], -1)
-        return Forward(x, leaves, kept, raw, tape.normal, tape.w, seen, policy.log_prob)
+        return Forward(leaves, kept, raw, tape.normal, tape.w, seen, policy.log_prob)
 
     def actor(
         self,
@@ -172,9 +171,8 @@ class Gradients:
         batch = inputs.batch(batch).transition()
         mean, inverse_std, *_, h = forward.kept
         stacked, old = tree.map(lambda leaf: leaf.unsqueeze(0), (params.trunk, stats))
-        new = moved(old, mean, inverse_std, forward.inputs.shape[0])
-        dtype = product_dtype(self.losses.dtype, forward.inputs)
-        weights = [leaf[: critic.b.shape[0]] for leaf in critic_copies] or aligned([critic], dtype)
+        new = moved(old, mean, inverse_std, h.shape[1])
+        weights = [leaf[: critic.b.shape[0]] for leaf in critic_copies] or aligned([critic], h.dtype)
         draw, found, metrics = self._raw_gradient(forward, critic, critic_stats, weights, log_temperature, batch, noise)
         tape = actor_head.Tape(h[:, : draw.shape[0]], forward.normal, forward.w)
         dh, behind = actor_head.backward(params, tape, draw)
