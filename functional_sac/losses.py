@@ -168,7 +168,7 @@ class Losses:
         log_probs, _ = ensemble(critic, critic_stats, observed, policy.action, training=False, dtype=self.dtype)
         q = value.expectation(log_probs, self._atoms(log_probs)).amin(0)
         loss, metrics = self.policy_value(policy, q, log_temperature, batch)
-        return loss, Aux(stats, {**metrics, **self.behaviour(policy)})
+        return loss, Aux(stats, {**metrics, **behaviour(policy)})
 
     def policy_value(
         self, policy: distributions.Sample, q: Tensor, log_temperature: Tensor, batch: Transition
@@ -179,15 +179,6 @@ class Losses:
         if self.config.bc_alpha > 0:
             loss = loss + self.config.bc_alpha * q.abs().mean().detach() * ((action - batch.action) ** 2).mean()
         return loss, {"actor_loss": loss, "q": q.mean()}
-
-    def behaviour(self, policy: distributions.Sample) -> dict[str, Tensor]:
-        """Returns the metrics of what a policy does [B, ...], whatever it is worth."""
-        # Compiled, a row's mean is one more sum beside its log-probability; a mean over all is two kernels.
-        return {"entropy": self.entropy(policy.log_prob), "mean_action": policy.action.mean(-1).mean()}
-
-    def entropy(self, log_prob: Tensor) -> Tensor:
-        """Returns the entropy () of a policy by the log-probabilities [B] of what it does."""
-        return -log_prob.mean()
 
     def temperature(self, log_temperature: Tensor, stats: tuple[()], entropy: Tensor) -> tuple[Tensor, Aux]:
         """Drives the policy's entropy [()] to the target: `temperature * (entropy - target)`."""
@@ -213,3 +204,9 @@ def make_losses(config: SACConfig, action_dim: int) -> Losses:
     """Returns the losses of a configuration."""
     goal = distributions.target_entropy(action_dim, config.target_sigma)
     return Losses(config, getattr(torch, config.compute_dtype), goal)
+
+
+def behaviour(policy: distributions.Sample) -> dict[str, Tensor]:
+    """Returns entropy and mean action, both (), of what a policy does [B, ...], whatever it is worth."""
+    # Compiled, a row's mean is one more sum beside its log-probability; a mean over all is two kernels.
+    return {"entropy": -policy.log_prob.mean(), "mean_action": policy.action.mean(-1).mean()}

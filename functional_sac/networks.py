@@ -214,7 +214,7 @@ def padded(x: Tensor) -> Tensor:
     return F.pad(x, (0, -x.shape[-1] % ALIGNMENT))
 
 
-def padded_rows(w: Tensor) -> Tensor:
+def _padded_rows(w: Tensor) -> Tensor:
     """Returns matrices [..., M, K] with rows of zeros up to a multiple of eight."""
     return F.pad(w, (0, 0, 0, -w.shape[-2] % ALIGNMENT))
 
@@ -222,7 +222,7 @@ def padded_rows(w: Tensor) -> Tensor:
 def _linear(x: Tensor, w: Tensor, dtype: torch.dtype) -> Tensor:
     if x.is_cuda and torch.compiler.is_compiling():
         outputs = w.shape[0]
-        x, w = padded(x), padded_rows(padded(w))
+        x, w = padded(x), _padded_rows(padded(w))
         return _product(x, w, dtype)[..., :outputs]
     return _product(x, w, dtype)
 

@@ -133,7 +133,7 @@ class Updates:
         `copies` are the actor's, see `SACState`.
         """
         forward = Gradients(self.loss).actor_forward(actor, batch, noise, copies)
-        behaviour = self.loss.behaviour(Sample(forward.seen[:, -self.spec.action_dim :], forward.log_prob))
+        behaviour = losses.behaviour(Sample(forward.seen[:, -self.spec.action_dim :], forward.log_prob))
         temperature, _, heat = self.temperature.update(temperature, behaviour["entropy"])
         return Foreseen(forward, temperature, {**behaviour, **heat.metrics})
 

@@ -1,7 +1,7 @@
 """Triton kernels of batch norm for few features, and for an input that networks share: programs split the rows.
 
 A first kernel adds up each part of the rows, a second one adds the parts in their order and does the rest. The parts
-lie in `[N, parts, 2, F]` float32.
+lie in `[N, parts, 2, F]` float32; those that `_common_end` adds up are of `weight_gradients.in_parts`.
 """
 
 from __future__ import annotations

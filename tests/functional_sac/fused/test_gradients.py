@@ -91,7 +91,7 @@ def test_the_actors_gradient(products: str, dtype: torch.dtype, tolerance: float
     written = gradients.Gradients(loss)
     forward = written.actor_forward(state.actor.params, values, noise)
     own, loss_value, (stats, metrics, _) = written.actor(state.actor.params, state.actor.stats, forward, *frozen)
-    metrics |= loss.behaviour(Sample(forward.seen[:, -3:], forward.log_prob))
+    metrics |= losses.behaviour(Sample(forward.seen[:, -3:], forward.log_prob))
     agree((own, loss_value, Aux(stats, metrics)), (grads, value, aux), tolerance)
 
 
