@@ -1,7 +1,9 @@
 """FlashSAC as published on MuJoCo: official settings, the first part of the run of a million steps, several seeds.
 
 Every task is one process whose seeds are learned side by side, on CUDA as branches of one graph, with an environment
-each on the host; several such processes share a GPU. Curves are drawn on the published ones.
+each on the host, stepped one after the other; several such processes share a GPU. Where the environments take longer
+than the learners, as Humanoid's do, `--seeds_per_process` spreads a task over processes. Curves are drawn on the
+published ones.
 
     python -m experiments.reproduce_mujoco --out=runs/mujoco --device=cuda --workers=5
     python -m experiments.reproduce_mujoco --wire --out=runs/wire --device=cuda
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import itertools
 import multiprocessing
 import time
 from pathlib import Path
@@ -43,6 +46,7 @@ class Settings:
     tasks: str = cli.option("", "Gymnasium ids, by commas; the five published ones, with --wire HalfCheetah-v4.")
     seeds: int = cli.option(0, "Seeds of each task; 0 for five, with --wire three.")
     env_steps: int = cli.option(0, "Environment steps of each seed; 0 for 100,000, with --wire 50,000.")
+    seeds_per_process: int = cli.option(0, "Seeds learned side by side in one process; 0 for all of a task.")
     workers: int = cli.option(0, "Training processes at once; 0 for as many as there are runs.")
     evaluators: int = cli.option(2, "Processes that play a training process's policies.")
     out: str = cli.option("runs/reproduce_mujoco", "Folder of the returns, the table and the pictures.")
@@ -62,29 +66,38 @@ class Settings:
 
 
 def jobs(settings: Settings) -> list[Job]:
-    """Returns the runs that the flags ask for."""
+    """Returns the runs that the flags ask for.
+
+    Raises:
+      ValueError: for a negative number, or a setting that cannot be meant.
+    """
     from experiments.trial import Job  # torch takes seconds, which `--help` need not wait for
 
+    for name in ("seeds", "seeds_per_process", "env_steps", "workers", "evaluators"):
+        if getattr(settings, name) < 0:
+            raise ValueError(f"{name}={getattr(settings, name)}: must not be negative")
     tasks = [name for name in settings.tasks.split(",") if name] or list(TASKS[:1] if settings.wire else TASKS)
     ranks = 2 if settings.wire else 1
     # A CPU has no TF32.
     products = "float32" if (settings.products, settings.device) == ("tf32", "cpu") else settings.products
     steps = settings.env_steps or (50_000 if settings.wire else 100_000)
     deadline = time.time() + settings.budget_s if settings.budget_s else float("inf")
+    seeds = settings.seeds or (3 if settings.wire else 5)
+    share = settings.seeds_per_process or seeds
     found = []
-    for task in tasks:
-        for wire in WIRES if settings.wire else WIRES[:1]:
-            sizes = PUBLISHED | {"learning_starts": PUBLISHED["learning_starts"] // ranks}
-            config = TrainConfig(
-                task=task, sim="gym", num_seeds=settings.seeds or (3 if settings.wire else 5), env_steps=steps,
-                updates_per_step=ranks, replay_capacity=max(steps, 10_000) // ranks, device=settings.device,
-                compute_dtype="bfloat16" if products == "bfloat16" else "float32",
-                dp_gradient_wire_dtype=wire, compile="true" if settings.compile else "false",
-                eval_every=settings.eval_every, eval_episodes=settings.eval_episodes, **sizes,
-            )  # fmt: skip
-            variant = f"{wire} wire" if settings.wire else products
-            path = Path(settings.out) / f"{task}-{variant.split()[0]}.csv"
-            found.append(Job(config, path, variant, ranks, products == "tf32", settings.evaluators, deadline))
+    for task, wire, first in itertools.product(tasks, WIRES if settings.wire else WIRES[:1], range(0, seeds, share)):
+        sizes = PUBLISHED | {"learning_starts": PUBLISHED["learning_starts"] // ranks}
+        config = TrainConfig(
+            task=task, sim="gym", seed=first, num_seeds=min(share, seeds - first), env_steps=steps,
+            updates_per_step=ranks, replay_capacity=max(steps, 10_000) // ranks, device=settings.device,
+            compute_dtype="bfloat16" if products == "bfloat16" else "float32",
+            dp_gradient_wire_dtype=wire, compile="true" if settings.compile else "false",
+            eval_every=settings.eval_every, eval_episodes=settings.eval_episodes, **sizes,
+        )  # fmt: skip
+        variant = f"{wire} wire" if settings.wire else products
+        part = f"-{first}" if share < seeds else ""
+        path = Path(settings.out) / f"{task}-{variant.split()[0]}{part}.csv"
+        found.append(Job(config, path, variant, ranks, products == "tf32", settings.evaluators, deadline))
     return found
 
 

@@ -51,6 +51,22 @@ def test_the_published_settings() -> None:
     assert config.replay_capacity >= config.env_steps == 100_000
 
 
+def test_seeds_over_processes() -> None:
+    whole, parts = (reproduce_mujoco.jobs(Settings(tasks="Ant-v4", seeds_per_process=n)) for n in (0, 2))
+    assert [(job.config.seed, job.config.num_seeds, job.path.name) for job in parts] == [
+        (0, 2, "Ant-v4-float32-0.csv"),
+        (2, 2, "Ant-v4-float32-2.csv"),
+        (4, 1, "Ant-v4-float32-4.csv"),
+    ]
+    assert [dataclasses.replace(job.config, seed=0, num_seeds=5) for job in parts] == [whole[0].config] * 3
+
+
+@pytest.mark.parametrize("name", ["seeds", "seeds_per_process", "env_steps", "workers", "evaluators"])
+def test_negative_numbers(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}=-1: must not be negative"):
+        reproduce_mujoco.jobs(Settings(**{name: -1}))
+
+
 def test_wires_differ_in_nothing_else() -> None:
     one, other = reproduce_mujoco.jobs(Settings(wire=True))
     assert one.ranks == other.ranks == 2
