@@ -3,9 +3,9 @@
     python -m experiments.bench_capture --compute_dtype=bfloat16
     torchrun --standalone --nproc-per-node=2 -m experiments.bench_capture --compute_dtype=bfloat16
 
-Both start from the same state; after the timed cycles they must agree bit by bit, and so must the ranks. Under
-torchrun, and with `--group` on one rank, the gradients of every update are reduced by NCCL inside the graph, once for
-each of `--wires`; the same cycle without reductions is timed beside it.
+Both start from the same state; after the timed cycles they must agree bit by bit, and so must the ranks after
+`--replays` more. Under torchrun, and with `--group` on one rank, the gradients of every update are reduced by NCCL
+inside the graph, once for each of `--wires`; the same cycle without reductions is timed beside it.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class Settings:
     compile: bool = cli.option(True, "Compile the regions.")
     fused: bool = cli.option(True, "Gradients as they are written out, instead of those of torch.func.grad.")
     cycles: int = cli.option(100, "Timed cycles of each.")
+    replays: int = cli.option(1000, "With several ranks: captured cycles after which they must still agree.")
     profile: int = cli.option(0, "Print so many of the kernels that take the longest.")
     json: str | None = cli.option(None, "File to which the results are appended, a line each.")
 
@@ -122,6 +123,8 @@ def measure(settings: Settings, here: World, wire_dtype: str) -> dict[str, Any]:
     }
     equal = tree.bits_equal(plain[0], owned[0])
     if here.data_group:
+        for _ in range(settings.replays):
+            replay_graph()
         check_equal(here, "the learner", tree.digest(owned[0]._replace(key=())))
     launched = timing.kernels(replay_graph, torch.cuda.synchronize, settings.profile if here.rank == 0 else 0)
     captured.close()
