@@ -130,14 +130,14 @@ def table(points: Sequence[Point], published: Mapping[str, Sequence[Official]]) 
 
 
 def draw(folder: Path, points: Sequence[Point], published: Mapping[str, Sequence[Official]]) -> list[Path]:
-    """Draws one picture a task, `TASK.png`: mean and range over seeds of each variant, and the published band.
+    """Draws `TASK.png` for each task, and all of them as `overview.png`: mean and range over seeds, published band.
 
     The published curve is drawn up to its first point behind ours.
 
     Returns:
       The files.
     """
-    found, paths = curves(points), []
+    found, paths, every = curves(points), [], {}
     folder.mkdir(parents=True, exist_ok=True)
     for task in dict.fromkeys(task for task, _ in found):
         ours = {variant: seeds for (name, variant), seeds in found.items() if name == task}
@@ -150,10 +150,12 @@ def draw(folder: Path, points: Sequence[Point], published: Mapping[str, Sequence
         end = max(step for seeds in ours.values() for curve in seeds.values() for step, _ in curve)
         series += [_band(_until(published[task], end))] if task in published else []
         paths.append(folder / f"{task}.png")
+        every[task] = series
         figures.learning_curve(
             paths[-1], series, title=f"{task}: return of evaluations", xlabel="environment steps", ylabel="return"
         )
-    return paths
+    figures.panels(folder / "overview.png", every, xlabel="environment steps")
+    return [*paths, folder / "overview.png"]
 
 
 def _columns(curve: Sequence[tuple[int, float]]) -> tuple[list[int], list[float]]:

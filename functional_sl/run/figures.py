@@ -119,19 +119,40 @@ def metrics_grid(
     """
     if not names:
         raise ValueError("names: expected at least one metric to draw; got none")
-    columns = min(3, len(names))
-    rows = math.ceil(len(names) / columns)
-    figure = _figure(3.3 * columns, 2.3 * rows)
-    for i, name in enumerate(names):
-        axes = figure.add_subplot(rows, columns, i + 1)
+    found = {}
+    for name in names:
         points = [(r[x], r[name]) for r in records if r.get(x) is not None and r.get(name) is not None]
-        steps, values = zip(*points, strict=True) if points else ((), ())
-        drawn = _draw(axes, Series(name, steps, values), COLORS[0])
-        _dress(axes, drawn is not None)
-        _write(axes.set_title, name, 38, fontsize=9.5, loc="left")
+        found[name] = [Series(name, *(zip(*points, strict=True) if points else ((), ())))]
+    panels(path, found, xlabel=x)
+
+
+def panels(path: str | os.PathLike[str], titled: Mapping[str, Sequence[Series]], *, xlabel: str) -> None:
+    """Draws small multiples into a PNG file; curves of one label have one colour, which a common legend explains.
+
+    Args:
+      path: the file; it is replaced as a whole or not at all.
+      titled: the curves of each panel by its title, in reading order.
+      xlabel: the quantity on all horizontal axes.
+    """
+    columns = min(3, len(titled))
+    rows = math.ceil(len(titled) / columns)
+    compared = any(len(series) > 1 for series in titled.values())
+    labels = list(dict.fromkeys(s.label for series in titled.values() for s in series)) if compared else []
+    figure, lines = _figure(3.3 * columns, 2.3 * rows + 0.25 * len(labels)), {}
+    for i, (title, series) in enumerate(titled.items()):
+        axes = figure.add_subplot(rows, columns, i + 1)
+        drawn = [_draw(axes, s, COLORS[labels.index(s.label) % len(COLORS)] if labels else COLORS[0]) for s in series]
+        lines.update({s.label: line for s, line in zip(series, drawn, strict=True) if line})
+        _dress(axes, any(drawn))
+        _write(axes.set_title, title, 38, fontsize=9.5, loc="left")
         axes.tick_params(labelsize=8)
-        if i + columns >= len(names):
-            _write(axes.set_xlabel, x, 38, fontsize=8.5)
+        if i + columns >= len(titled):
+            _write(axes.set_xlabel, xlabel, 38, fontsize=8.5)
+    if labels and lines:
+        shown = [label for label in labels if label in lines]
+        legend = figure.legend([lines[x] for x in shown], shown, loc="outside lower left", frameon=False, fontsize=8.5)
+        for text in legend.get_texts():
+            text.set_parse_math(False)
     _save(figure, path)
 
 

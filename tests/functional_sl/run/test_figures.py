@@ -107,6 +107,22 @@ def test_metrics_grid(tmp_path, recwarn):
         figures.metrics_grid(path, records, [])
 
 
+def test_a_label_has_one_colour_in_all_panels(tmp_path, recwarn):
+    x, orange = np.arange(30), (213, 94, 0)
+    a, b = Series("a", x, x), Series("b", x, x[::-1])
+    figures.panels(tmp_path / "two.png", {"first": [a, b], "second": [b], "third": []}, xlabel="steps")
+    image = pixels(tmp_path / "two.png")
+    assert image.shape == (448, 1584, 3)  # one row of 2.3 inches, two of 0.25 for the legend
+    for color, seen in ((BLUE, [True, False, False]), (orange, [True, True, False])):
+        assert [bool(near(image[:340, i * 528 + 40 : i * 528 + 488], color).any()) for i in range(3)] == seen
+        assert near(image[360:, :300], color).any()  # the legend
+    figures.panels(tmp_path / "one.png", {"first": [a], "second": [b]}, xlabel="steps")
+    alone = pixels(tmp_path / "one.png")
+    assert alone.shape == (368, 1056, 3)
+    assert not near(alone, orange).any()
+    assert len(recwarn) == 0
+
+
 @pytest.mark.parametrize(
     ("top", "value", "text"),
     [
