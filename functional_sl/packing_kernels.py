@@ -30,11 +30,12 @@ def _piece(
         row = place // LENGTH
         source = leaf + (row // ROWS) * MATRIX + (row % ROWS) * ROW + (place % LENGTH) * COLUMN
     value = tl.load(source, mask=inside, other=0.0).to(DTYPE)
+    # A comparison with NaN is false.
+    raised = tl.max(tl.where(tl.abs(value) < LIMIT, 0, 1), 0)
     if packed is not None:
         tl.store(packed + START + place, value.to(packed.dtype.element_ty), mask=inside)
-    # A comparison with NaN is false.
-    raised = tl.maximum(tl.max(tl.where(tl.abs(value) < LIMIT, 0, 1), 0), lost)
-    tl.store(sentinels + tl.program_id(0), raised.to(tl.float32).to(sentinels.dtype.element_ty))
+        raised = tl.maximum(raised, lost).to(tl.float32)
+    tl.store(sentinels + tl.program_id(0), raised.to(sentinels.dtype.element_ty))
 
 
 @triton.jit
