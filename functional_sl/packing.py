@@ -18,6 +18,7 @@ from functional_sl.kernels import buildable
 from functional_sl.tree import Tree
 
 PIECE = 2048  # elements of a leaf that are looked at together
+SMALLEST = 2**19  # elements of a part, unless it is the last; smaller ones take a reduction's latency for nothing
 
 
 def sentinel(layout: wire.Layout, gradients: Tree, loss: Tensor) -> Tensor:
@@ -37,7 +38,7 @@ def sentinel(layout: wire.Layout, gradients: Tree, loss: Tensor) -> Tensor:
 
 
 class Parts:
-    """A group that travels in parts, the last leaves first, each as soon as its gradients are known.
+    """A group that travels in parts, the last leaves first, each as soon as enough gradients are known.
 
     A part is packed in its type on the wire, and the sentinels of all parts travel with the last one, which no other
     arrives behind. In one type the parts come to the whole group, to the bit over two ranks, over more to the order of
@@ -47,11 +48,12 @@ class Parts:
     def __init__(self, layout: wire.Layout, begin: wire.Begin, ranks: int) -> None:
         """Takes the layout of the group, what sends a packed vector on its way, and the number of ranks."""
         self._layout, self._begin, self._ranks, self._left = layout, begin, ranks, len(layout.names)
+        self._waiting: list[Tensor] = []
         self._sent: list[tuple[wire.Layout, Callable[[], Tensor]]] = []
         self._sentinels: list[Tensor] = []
 
     def send(self, leaves: Sequence[Tensor], loss: Tensor) -> None:
-        """Sends the gradients of the last leaves of those that have not been sent.
+        """Sends the gradients of the last leaves of those that are not given yet, or has them wait for the next.
 
         Args:
           leaves: of the layout's shapes, in floating-point types that the group's type holds.
@@ -60,9 +62,12 @@ class Parts:
         Raises:
           ValueError: if a leaf has another shape than the layout says.
         """
-        first = self._left - len(leaves)
+        self._waiting = [*leaves, *self._waiting]
+        first = self._left - len(self._waiting)
         part = wire.part(self._layout, first, self._left)
-        leaves, types = _leaves(part, list(leaves)), (part.dtype, part.travels_as, wire.limit(part, self._ranks))
+        if first and part.size < SMALLEST:
+            return
+        leaves, types = _leaves(part, self._waiting), (part.dtype, part.travels_as, wire.limit(part, self._ranks))
         if first:
             packed, sentinels = _pack_part(leaves, loss, *types)
         else:
@@ -71,7 +76,7 @@ class Parts:
         # Read before they are summed, which a compiler then does in place.
         self._sentinels, self._own = [*self._sentinels, sentinels], sentinels.amax()
         self._sent.insert(0, (part, self._begin(packed)))
-        self._left = first
+        self._left, self._waiting = first, []
 
     def finish(self, gradients: Tree, loss: Tensor) -> tuple[list[Tensor], Tensor, Tensor]:
         """Sends what is left of the whole gradient, and waits.
@@ -80,8 +85,9 @@ class Parts:
           The leaves of the gradient, summed over the ranks, in the types that have travelled; the sums of all
           sentinels [Q]; and this rank's own sentinel ().
         """
-        if self._left:
-            self.send(tree.leaves(gradients)[: self._left], loss)
+        rest = self._left - len(self._waiting)
+        if rest:
+            self.send(tree.leaves(gradients)[:rest], loss)
         found = [(part, end()) for part, end in self._sent]
         leaves = [leaf for part, flat in found for leaf in _views(part, flat)]
         part, flat = found[0]

@@ -11,6 +11,11 @@ from functional_sl import packing, tree, wire
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
 
 
+@pytest.fixture(autouse=True)
+def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "SMALLEST", 1)
+
+
 def gradients(device: str) -> dict[str, torch.Tensor]:
     """Returns leaves of two types; some of them are views with gaps, or lie column by column."""
     draw = torch.randn(9000, generator=torch.Generator().manual_seed(0)).to(device)
@@ -80,6 +85,17 @@ def test_a_gradient_may_be_as_large_as_its_sum_allows(device: str, wire_dtype: s
         leaves, _, own, _ = packed(given, loss, wire_dtype, ranks, parts)
         assert own == raised
         assert torch.stack(leaves[3:4] * ranks).sum(0).isfinite().all()
+
+
+def test_small_parts_wait_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the end the leaves have 6, 9000, 600, 1, 2280 and 14 elements; what is left at the end always goes."""
+    grads, loss = gradients("cpu"), torch.tensor(0.0)
+    expected, *_ = packed(grads, loss, parts=6)
+    for smallest, sizes in [(6, [6, 9000, 600, 2281, 14]), (7, [9006, 600, 2281, 14]), (9007, [9606, 2295])]:
+        monkeypatch.setattr(packing, "SMALLEST", smallest)
+        leaves, sentinels, _, sent = packed(grads, loss, parts=6)
+        assert tree.bits_equal(leaves, expected)
+        assert [len(x) for x in sent] == [*sizes[:-1], sizes[-1] + len(sentinels)]
 
 
 def test_another_shape_is_refused() -> None:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from equal import assert_bits_equal
 from torch import Tensor, nn
 
-from functional_sl import capture, optim, step, tree
+from functional_sl import capture, optim, packing, step, tree
 from functional_sl.parallel.collectives import Collectives, simulated, single
 from functional_sl.parallel.lockstep import Lockstep
 from functional_sl.step import Aux, Step, StepState, make_step
@@ -373,7 +373,7 @@ def test_a_gradient_that_is_written_out_may_be_of_a_narrower_type() -> None:
 
 
 @pytest.mark.parametrize("where", ["a", "b", None])
-def test_a_gradient_may_leave_in_parts(where: str | None) -> None:
+def test_a_gradient_may_leave_in_parts(where: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The mean of two ranks' numbers; a NaN in either part on one rank closes the gate on both."""
 
     def gradient(params, stats, x, send):
@@ -387,6 +387,7 @@ def test_a_gradient_may_leave_in_parts(where: str | None) -> None:
         step = make_step(lambda *a: None, optim.sgd(1.0), ranks.collectives, gradient=gradient)
         return step.update(step.init(tree.zeros_like(x)), x)
 
+    monkeypatch.setattr(packing, "SMALLEST", 1)
     with contextlib.closing(Lockstep(2)) as ranks:
         found = ranks.map(update, (0, 1))
     expected = [0.0, 0.0, 0.0] if where else [-1.5, -3.0, -5.5]
