@@ -89,7 +89,7 @@ def reduced(ranks: tree.Tree, size: int, wire_dtype: str) -> tree.Tree:
     layout, reduce = wire.layout(like, wire_dtype), collectives.simulated(size).reduce
 
     def one(grads: tree.Tree) -> Tensor:
-        return reduce(wire.pack(layout, grads, wire.sentinel(torch.zeros(()), grads)), layout)
+        return reduce(wire.pack(layout, grads, wire.sentinel(torch.zeros(()), grads)), layout).gradient
 
     leaves, structure = tree.flatten(ranks)
     every = torch.func.vmap(lambda x: one(tree.unflatten(structure, x)))(list(leaves))

@@ -86,6 +86,7 @@ class Updates:
     temperature: Step
     scaler: LossScale
     rate: Schedule
+    ranks: int
     fused: bool
 
     def init(self, key: Tensor) -> SACState:
@@ -208,7 +209,7 @@ class Updates:
         gradients, ok, aux = step.gradient(state, *inputs)
         rate = self.rate(state.opt.count)
         kind = product_dtype(self.loss.dtype, state.opt.mu) if copies else None
-        found = descend(state.params, target, state.opt, gradients, ok, rate, self.config.tau, kind)
+        found = descend(state.params, target, state.opt, gradients, ok, rate, self.config.tau, kind, self.ranks)
         stats = tree.where(ok, aux.stats, state.stats)
         return StepState(found.params, stats, found.opt, gate.update(state.gate, ok)), found, ok, aux
 
@@ -258,5 +259,6 @@ def make_updates(config: SACConfig, spec: EnvSpec, collectives: Collectives, fus
         temperature=step(loss.temperature),
         scaler=loss_scale.dynamic(),
         rate=rate,
+        ranks=collectives.size,
         fused=fused,
     )

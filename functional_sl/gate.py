@@ -11,8 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from functional_sl import tree
-
 
 class GateState(NamedTuple):
     """Counts of one optimizer's closed gates.
@@ -31,13 +29,13 @@ def init(device: torch.device | str | None = None) -> GateState:
     return GateState(*(torch.zeros((), dtype=torch.int64, device=device) for _ in range(2)))
 
 
-def is_open(gradient: Tensor, sentinel: Tensor) -> Tensor:
-    """Tells from a reduced group's gradient [P] and sentinel () whether its update may happen, as a 0-d bool.
+def is_open(sentinels: Tensor) -> Tensor:
+    """Tells from a reduced group's sentinels, () or [Q], whether its update may happen, as a 0-d bool.
 
-    It may when no rank raised its sentinel and the reduced gradient is finite (a BF16 sum can overflow though every
-    summand is finite). Every rank holds the same bytes after the reduction, hence the same answer.
+    It may when no rank raised one. Every rank holds the same bytes after the reduction, hence the same answer. The
+    reduced gradient is then finite too, see `wire.limit`.
     """
-    return (sentinel == 0) & tree.all_finite(gradient)
+    return (sentinels == 0).all()
 
 
 def update(state: GateState, ok: Tensor) -> GateState:

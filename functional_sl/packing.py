@@ -1,8 +1,8 @@
 """Packing a gradient group that is written out, whatever the types of its leaves, in one pass; or its sentinel alone.
 
-It comes to `wire.pack` of the leaves in the group's type, with `wire.sentinel`. On a GPU a Triton kernel casts, packs
-and looks for what is not finite piece by piece, and for a packed vector a second one of a single program puts together
-what was found; elsewhere it is plain operations, of the same bits.
+It comes to `wire.pack` in the type on the wire, but every piece of a leaf has a sentinel of its own: on a GPU one
+Triton kernel casts, packs and looks, and nothing has to put together what was found before it has travelled. Elsewhere
+it is plain operations, of the same bits.
 """
 
 from __future__ import annotations
@@ -18,30 +18,80 @@ from functional_sl.kernels import buildable
 from functional_sl.tree import Tree
 
 PIECE = 2048  # elements of a leaf that are looked at together
+SMALLEST = 2**19  # elements of a part, unless it is the last; smaller ones take a reduction's latency for nothing
 
 
-def pack(layout: wire.Layout, gradients: Tree, loss: Tensor) -> Tensor:
-    """Returns the gradients and their sentinel as one vector; it has no rule for `vmap`.
+def sentinel(layout: wire.Layout, gradients: Tree, loss: Tensor) -> Tensor:
+    """Returns the sentinel of a group that does not travel, 0-d, and packs nothing; it has no rule for `vmap`.
 
     Args:
       layout: the group's.
       gradients: a tree of the layout's shapes, in floating-point types that the group's type holds.
       loss: 0-d, see `wire.sentinel`.
 
-    Returns:
-      `[P + 1]`, in the group's own dtype.
-
     Raises:
       ValueError: if a leaf has another shape than the layout says.
     """
-    return _pack(_leaves(layout, gradients), loss, layout.dtype)
-
-
-def sentinel(layout: wire.Layout, gradients: Tree, loss: Tensor) -> Tensor:
-    """Returns what `pack` would put at the end, 0-d, and packs nothing; arguments as there."""
     # What the pieces come to is left to a compiler, which does in one kernel what follows from it too.
     bad = _not_finite(_leaves(layout, gradients), layout.dtype).amax() > 0
     return (bad | ~torch.isfinite(loss)).to(layout.dtype)
+
+
+class Parts:
+    """A group that travels in parts, the last leaves first, each as soon as enough gradients are known.
+
+    A part is packed in its type on the wire, and the sentinels of all parts travel with the last one, which no other
+    arrives behind. In one type the parts come to the whole group, to the bit over two ranks, over more to the order of
+    the sums. Packing has no rule for `vmap`.
+    """
+
+    def __init__(self, layout: wire.Layout, begin: wire.Begin, ranks: int) -> None:
+        """Takes the layout of the group, what sends a packed vector on its way, and the number of ranks."""
+        self._layout, self._begin, self._ranks, self._left = layout, begin, ranks, len(layout.names)
+        self._waiting: list[Tensor] = []
+        self._sent: list[tuple[wire.Layout, Callable[[], Tensor]]] = []
+        self._sentinels: list[Tensor] = []
+
+    def send(self, leaves: Sequence[Tensor], loss: Tensor) -> None:
+        """Sends the gradients of the last leaves of those that are not given yet, or has them wait for the next.
+
+        Args:
+          leaves: of the layout's shapes, in floating-point types that the group's type holds.
+          loss: 0-d, see `wire.sentinel`.
+
+        Raises:
+          ValueError: if a leaf has another shape than the layout says.
+        """
+        self._waiting = [*leaves, *self._waiting]
+        first = self._left - len(self._waiting)
+        part = wire.part(self._layout, first, self._left)
+        if first and part.size < SMALLEST:
+            return
+        leaves, types = _leaves(part, self._waiting), (part.dtype, part.travels_as, wire.limit(part, self._ranks))
+        if first:
+            packed, sentinels = _pack_part(leaves, loss, *types)
+        else:
+            packed = _pack([*leaves, *self._sentinels], loss, *types)
+            sentinels = packed[part.size :]
+        # Read before they are summed, which a compiler then does in place.
+        self._sentinels, self._own = [*self._sentinels, sentinels], sentinels.amax()
+        self._sent.insert(0, (part, self._begin(packed)))
+        self._left, self._waiting = first, []
+
+    def finish(self, gradients: Tree, loss: Tensor) -> tuple[list[Tensor], Tensor, Tensor]:
+        """Sends what is left of the whole gradient, and waits.
+
+        Returns:
+          The leaves of the gradient, summed over the ranks, in the types that have travelled; the sums of all
+          sentinels [Q]; and this rank's own sentinel ().
+        """
+        rest = self._left - len(self._waiting)
+        if rest:
+            self.send(tree.leaves(gradients)[:rest], loss)
+        found = [(part, end()) for part, end in self._sent]
+        leaves = [leaf for part, flat in found for leaf in _views(part, flat)]
+        part, flat = found[0]
+        return leaves, flat[part.size :], self._own
 
 
 def _leaves(layout: wire.Layout, gradients: Tree) -> list[Tensor]:
@@ -52,73 +102,77 @@ def _leaves(layout: wire.Layout, gradients: Tree) -> list[Tensor]:
     return leaves
 
 
-class Parts:
-    """A group that travels in parts, the last leaves first, each as soon as its gradients are known.
-
-    Every part has a sentinel of its own. In one type the parts come to the whole group, to the bit over two ranks, over
-    more to the order of the sums.
-    """
-
-    def __init__(self, layout: wire.Layout, begin: wire.Begin) -> None:
-        """Takes the layout of the group, and what sends a packed vector on its way."""
-        self._layout, self._begin, self._left = layout, begin, len(layout.names)
-        self._ends: list[Callable[[], wire.Reduced]] = []
-        self._own: list[Tensor] = []
-
-    def send(self, leaves: Sequence[Tensor], loss: Tensor) -> None:
-        """Sends the gradients of the last leaves of those that have not been sent; see `pack`."""
-        first = self._left - len(leaves)
-        part = wire.part(self._layout, first, self._left)
-        packed = pack(part, list(leaves), loss)
-        self._ends.insert(0, self._begin(packed, part))
-        self._own.append(packed[-1])
-        self._left = first
-
-    def finish(self, gradients: Tree, loss: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Sends what is left of the whole gradient, and waits.
-
-        Returns:
-          The mean gradient [P], the sum of all sentinels (), and this rank's own sentinel ().
-        """
-        if self._left:
-            self.send(tree.leaves(gradients)[: self._left], loss)
-        means, sentinels = zip(*(end() for end in self._ends), strict=True)
-        return torch.cat(means), torch.stack(sentinels).sum(), torch.stack(self._own).amax()
+def _views(layout: wire.Layout, flat: Tensor) -> list[Tensor]:
+    pieces = flat[: layout.size].split(layout.sizes)
+    return [piece.view(shape) for piece, shape in zip(pieces, layout.shapes, strict=True)]
 
 
 @library.custom_op("functional_sl::pack", mutates_args=())
-def _pack(leaves: Sequence[Tensor], loss: Tensor, dtype: torch.dtype) -> Tensor:
-    flat = torch.cat([leaf.reshape(-1).to(dtype) for leaf in leaves])
-    return torch.cat([flat, wire.sentinel(loss, flat).reshape(1)])
+def _pack(leaves: Sequence[Tensor], loss: Tensor, dtype: torch.dtype, wire_dtype: torch.dtype, limit: float) -> Tensor:
+    """Returns P elements of the leaves and Q sentinels of their pieces, [P + Q] in the type on the wire."""
+    raised = torch.cat([_raised(leaf.to(dtype), limit) for leaf in leaves]) | ~torch.isfinite(loss)
+    return torch.cat([*(leaf.reshape(-1).to(dtype).to(wire_dtype) for leaf in leaves), raised.to(wire_dtype)])
 
 
 @_pack.register_fake
-def _(leaves: Sequence[Tensor], loss: Tensor, dtype: torch.dtype) -> Tensor:
-    return loss.new_empty((sum(leaf.numel() for leaf in leaves) + 1,), dtype=dtype)
+def _(leaves: Sequence[Tensor], loss: Tensor, dtype: torch.dtype, wire_dtype: torch.dtype, limit: float) -> Tensor:
+    return loss.new_empty(sum(_sizes(leaves)), dtype=wire_dtype)
+
+
+@library.custom_op("functional_sl::pack_part", mutates_args=())
+def _pack_part(
+    leaves: Sequence[Tensor], loss: Tensor, dtype: torch.dtype, wire_dtype: torch.dtype, limit: float
+) -> tuple[Tensor, Tensor]:
+    """Returns what `_pack` does as two tensors, [P] and [Q]."""
+    packed, sentinels = _pack(leaves, loss, dtype, wire_dtype, limit).split(_sizes(leaves))
+    return packed.clone(), sentinels.clone()
+
+
+@_pack_part.register_fake
+def _(leaves: Sequence[Tensor], loss: Tensor, dtype: torch.dtype, wire_dtype: torch.dtype, limit: float):
+    packed, sentinels = (loss.new_empty(size, dtype=wire_dtype) for size in _sizes(leaves))
+    return packed, sentinels
+
+
+def _sizes(leaves: Sequence[Tensor]) -> list[int]:
+    """Returns P and Q."""
+    return [sum(leaf.numel() for leaf in leaves), sum(-(-leaf.numel() // PIECE) for leaf in leaves)]
+
+
+def _raised(leaf: Tensor, limit: float) -> Tensor:
+    """Tells by piece whether a magnitude is not below the limit."""
+    below = leaf.reshape(-1).abs() < limit
+    return ~F.pad(below, (0, -below.numel() % PIECE), value=True).unflatten(0, (-1, PIECE)).all(1)
 
 
 @library.custom_op("functional_sl::not_finite", mutates_args=())
 def _not_finite(leaves: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """Returns int32 [Q], 1 where one of Q pieces of the leaves is not finite in this type, else 0."""
-    found = []
-    for leaf in leaves:
-        finite = torch.isfinite(leaf.to(dtype).reshape(-1))
-        found.append(~F.pad(finite, (0, -finite.numel() % PIECE), value=True).unflatten(0, (-1, PIECE)).all(1))
-    return torch.cat(found).to(torch.int32)
+    return torch.cat([_raised(leaf.to(dtype), torch.inf) for leaf in leaves]).to(torch.int32)
 
 
 @_not_finite.register_fake
 def _(leaves: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    return leaves[0].new_empty(sum(-(-leaf.numel() // PIECE) for leaf in leaves), dtype=torch.int32)
+    return leaves[0].new_empty(_sizes(leaves)[1], dtype=torch.int32)
 
 
 if buildable():
     from functional_sl import packing_kernels
 
     @_pack.register_kernel("cuda")
-    def _(leaves: Sequence[Tensor], loss: Tensor, dtype: torch.dtype) -> Tensor:
-        return packing_kernels.pack(leaves, loss, dtype, PIECE)
+    def _(leaves: Sequence[Tensor], loss: Tensor, dtype: torch.dtype, wire_dtype: torch.dtype, limit: float) -> Tensor:
+        both = loss.new_empty(sum(_sizes(leaves)), dtype=wire_dtype)
+        packing_kernels.pack(leaves, loss, *both.split(_sizes(leaves)), dtype, limit, PIECE)
+        return both
+
+    @_pack_part.register_kernel("cuda")
+    def _(leaves: Sequence[Tensor], loss: Tensor, dtype: torch.dtype, wire_dtype: torch.dtype, limit: float):
+        packed, sentinels = (loss.new_empty(size, dtype=wire_dtype) for size in _sizes(leaves))
+        packing_kernels.pack(leaves, loss, packed, sentinels, dtype, limit, PIECE)
+        return packed, sentinels
 
     @_not_finite.register_kernel("cuda")
     def _(leaves: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        return packing_kernels.not_finite(leaves, dtype, PIECE)
+        found = leaves[0].new_empty(_sizes(leaves)[1], dtype=torch.int32)
+        packing_kernels.pack(leaves, None, None, found, dtype, torch.inf, PIECE)
+        return found

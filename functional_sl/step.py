@@ -25,7 +25,7 @@ class Aux(NamedTuple):
     Attributes:
       stats: the statistics (batch norm) after this loss; selected by the gate like the parameters.
       metrics: 0-d tensors by name.
-      sentinel: entered by the step: 0-d, 1 where this rank's own loss or gradient is not finite, else 0.
+      sentinel: entered by the step: 0-d, 1 where this rank's own loss or gradient raised `wire.sentinel`, else 0.
     """
 
     stats: tree.Tree
@@ -55,8 +55,9 @@ class Step(NamedTuple):
     Attributes:
       init: `(params, stats) -> StepState`.
       update: `(state, *inputs, scale=None) -> (StepState, ok, Aux)`.
-      gradient: `(state, *inputs, scale=None) -> (gradients, ok, Aux)`, the part of `update` before the transform,
-        where another one follows. The gradients are like the parameters, in types that theirs holds.
+      gradient: `(state, *inputs, scale=None) -> (gradients, ok, Aux)`, of a gradient that is written out, the part of
+        `update` before the transform, where another one follows. The gradients are like the parameters, in types that
+        theirs holds, and still sums over the ranks.
     """
 
     init: Callable[..., StepState]
@@ -101,7 +102,7 @@ def make_step(
     if gradient is not None and accumulation > 1:
         raise ValueError(f"accumulation={accumulation}: a gradient that is written out takes one batch")
     maker = _Maker(loss, transform, collectives or single(), wire_dtype, project, accumulation, gradient, {})
-    return Step(maker.init, maker.update, maker.gradients)
+    return Step(maker.init, maker.update, maker.sums)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,50 +130,36 @@ class _Maker:
         selected = tree.where(ok, self._apply(state, mean, aux), (state.params, state.stats, state.opt))
         return StepState(*selected, gate.update(state.gate, ok)), ok, aux
 
-    def gradients(
-        self, state: StepState, *inputs: tree.Tree, scale: Tensor | None = None
-    ) -> tuple[tree.Tree, Tensor, Aux]:
-        layout = self._layout(state.params)
-        if self.gradient is None or self.across.begin is not None or layout.travels_as != layout.dtype:
-            mean, ok, aux = self._mean(state, inputs, scale)
-            return wire.unpack(mean, state.params), ok, aux
-        # Nothing travels, so nothing is packed.
-        grads, value, aux = self._written(state, inputs, scale)
-        sentinel = packing.sentinel(layout, grads, value)
-        return grads, sentinel == 0, Aux(aux.stats, aux.metrics, sentinel)
+    def sums(self, state: StepState, *inputs: tree.Tree, scale: Tensor | None = None) -> tuple[tree.Tree, Tensor, Aux]:
+        if self.gradient is None:
+            raise ValueError("gradient: the step has none that is written out; take `update`")
+        if scale is not None:
+            raise ValueError("scale: a gradient that is written out knows no loss scale")
+        layout, begin = self._layout(state.params), self.across.begin
+        if begin is None and layout.travels_as == layout.dtype:
+            # Nothing travels, so nothing is packed.
+            grads, value, aux = self.gradient(state.params, state.stats, *inputs, send=None)
+            own = packing.sentinel(layout, grads, value)
+            return grads, own == 0, Aux(aux.stats, aux.metrics, own)
+        parts = packing.Parts(layout, begin or _stay, self.across.size)
+        grads, value, aux = self.gradient(state.params, state.stats, *inputs, send=begin and parts.send)
+        leaves, sentinels, own = parts.finish(grads, value)
+        grads = tree.unflatten(tree.flatten(state.params)[1], leaves)
+        return grads, gate.is_open(sentinels), Aux(aux.stats, aux.metrics, own)
 
     def _mean(
         self, state: StepState, inputs: tuple[tree.Tree, ...], scale: Tensor | None
     ) -> tuple[Tensor, Tensor, Aux]:
         """Returns the gradient [P] over ranks and micro-batches, the gate's answer, and what the loss returned."""
-        if self.gradient is None:
-            grads, value, aux = _accumulate(self.loss, self.accumulation, state, inputs, scale)
-            layout = self._layout(grads)
-            packed = wire.pack(layout, grads, wire.sentinel(value, grads))
-        elif self.across.begin is not None:
-            parts = packing.Parts(self._layout(state.params), self.across.begin)
-            grads, value, aux = self._written(state, inputs, scale, parts.send)
-            mean, sentinel, own = parts.finish(grads, value)
-            return mean, gate.is_open(mean, sentinel), Aux(aux.stats, aux.metrics, own)
-        else:
-            grads, value, aux = self._written(state, inputs, scale)
-            layout = self._layout(state.params)
-            packed = packing.pack(layout, grads, value)
-        reduced = self.across.reduce(packed, layout)
-        # What has not travelled is what the sentinel has seen.
-        ok = packed[-1] == 0 if reduced is packed else gate.is_open(reduced[:-1], reduced[-1])
-        return reduced[:-1], ok, Aux(aux.stats, aux.metrics, packed[-1])
-
-    def _written(
-        self,
-        state: StepState,
-        inputs: tuple[tree.Tree, ...],
-        scale: Tensor | None,
-        send: Callable[[list[Tensor], Tensor], None] | None = None,
-    ) -> tuple[tree.Tree, Tensor, Aux]:
-        if scale is not None:
-            raise ValueError("scale: a gradient that is written out knows no loss scale")
-        return self.gradient(state.params, state.stats, *inputs, send=send)
+        if self.gradient is not None:
+            grads, ok, aux = self.sums(state, *inputs, scale=scale)
+            dtype = self._layout(state.params).dtype
+            return _ravel(tree.map(lambda x: x.to(dtype), grads)) / self.across.size, ok, aux
+        grads, value, aux = _accumulate(self.loss, self.accumulation, state, inputs, scale)
+        layout = self._layout(grads)
+        own = wire.sentinel(value, grads, wire.limit(layout, self.across.size))
+        mean, sentinel = self.across.reduce(wire.pack(layout, grads, own), layout)
+        return mean, gate.is_open(sentinel), Aux(aux.stats, aux.metrics, own)
 
     def _apply(self, state: StepState, gradient: Tensor, aux: Aux) -> tuple[tree.Tree, tree.Tree, tree.Tree]:
         flat = _ravel(state.params)
@@ -247,6 +234,11 @@ def _gradient(
 def _transformed() -> bool:
     """Tells whether a transform of `torch.func` is running around the caller."""
     return torch._C._functorch.maybe_current_level() is not None
+
+
+def _stay(x: Tensor) -> Callable[[], Tensor]:
+    """Sums a vector over one rank."""
+    return lambda: x
 
 
 def _ravel(params: tree.Tree) -> Tensor:

@@ -1,6 +1,8 @@
-"""How one gradient group travels between ranks: a static layout, one packed vector, one sentinel.
+"""How one gradient group travels between ranks: a static layout, one packed vector, a sentinel.
 
-A group is packed as `[P + 1]`: its P gradient elements in the order of `tree.leaves`, then the sentinel.
+A group is packed as `[P + 1]`: its P gradient elements in the order of `tree.leaves`, then the sentinel. It is raised
+where something is not finite, and where a gradient is so large that a sum over the ranks might not be: what arrives
+under sentinels of zero is finite, and nobody has to look at it again.
 """
 
 from __future__ import annotations
@@ -47,20 +49,17 @@ class Layout:
         return torch.bfloat16 if narrow else self.dtype
 
 
-# A packed vector [P + 1] and its layout -> [P + 1] in the group's dtype: the gradients averaged over the
-# ranks, the sentinels summed. Every rank gets the same bytes.
-Reduce = Callable[[Tensor, Layout], Tensor]
-
-
 class Reduced(NamedTuple):
-    """What a reduction comes to: the same bytes on every rank."""
+    """What a reduction comes to, in the group's dtype: the same bytes on every rank."""
 
     gradient: Tensor  # [P], the mean over the ranks
     sentinel: Tensor  # (), the sum over the ranks
 
 
-# The same, on its way while the caller computes on; what comes back waits for it.
-Begin = Callable[[Tensor, Layout], Callable[[], Reduced]]
+Reduce = Callable[[Tensor, Layout], Reduced]  # of a packed vector [P + 1]
+
+# Any vector's sum over the ranks in its own dtype, on its way while the caller computes on; what comes back waits.
+Begin = Callable[[Tensor], Callable[[], Tensor]]
 
 
 def layout(template: Tree, wire_dtype: str = "float32") -> Layout:
@@ -99,6 +98,18 @@ def part(layout: Layout, first: int, last: int) -> Layout:
     return dataclasses.replace(
         layout, names=layout.names[first:last], shapes=layout.shapes[first:last], wire_dtype=wire_dtype
     )
+
+
+def limit(layout: Layout, ranks: int) -> float:
+    """Returns what each rank's gradient elements must stay below for their sum over the wire to be finite.
+
+    A power of two, by which no partial sum of so many, in whatever order, comes to more than half of what the type
+    holds; the other half is for its roundings. Infinity for one rank whose gradients are not rounded.
+    """
+    if ranks == 1 and layout.travels_as == layout.dtype:
+        return math.inf
+    _, exponent = math.frexp(torch.finfo(layout.travels_as).max)
+    return 2.0 ** (exponent - 1 - (ranks - 1).bit_length())
 
 
 def digest(layout: Layout) -> str:
@@ -148,18 +159,19 @@ def unpack(flat: Tensor, like: Tree) -> Tree:
     return tree.unflatten(structure, [part.view(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)])
 
 
-def sentinel(loss: Tensor, gradients: Tree) -> Tensor:
-    """Tells whether this rank's loss or any of its gradients is not finite, as a number that can be summed.
+def sentinel(loss: Tensor, gradients: Tree, limit: float = math.inf) -> Tensor:
+    """Tells whether this rank's loss is not finite or one of its gradients too large, as a number that can be summed.
 
     The loss counts too: its derivatives can be finite where it is not.
 
     Args:
       loss: 0-d, of any floating-point dtype.
       gradients: a tree, or one flat vector.
+      limit: what magnitudes must stay below, see `limit`; by default they must be finite.
 
     Returns:
-      0-d of the gradients' dtype: 1 where something is not finite, else 0.
+      0-d of the gradients' dtype: 1 where something is wrong, else 0.
     """
     leaves = [leaf.reshape(-1) for leaf in tree.leaves(gradients)]
     flat = leaves[0] if len(leaves) == 1 else torch.cat(leaves)
-    return (~(tree.all_finite(flat) & torch.isfinite(loss))).to(flat.dtype)
+    return (~((flat.abs() < limit).all() & torch.isfinite(loss))).to(flat.dtype)

@@ -41,6 +41,7 @@ def descend(
     rate: Tensor,
     tau: float,
     copies: torch.dtype | None = None,
+    ranks: int = 1,
 ) -> Descended:
     """Takes one projected step of `optim.adam` and moves the target towards its end, unless the gate is closed.
 
@@ -48,11 +49,12 @@ def descend(
       params: of a network, or of stacked ones.
       target: the average of such parameters, or ().
       opt: of the parameters, moments [P].
-      gradients: like the parameters, in types that theirs holds; they may have gaps between their rows.
+      gradients: like the parameters, in types that theirs holds, summed over ranks; they may have gaps between rows.
       ok: () bool, the gate's.
       rate: (), the learning rate.
       tau: weight of the new parameters in the target.
       copies: the type of the products, for which the new ones are to be `alignment.aligned`: parameters, then target.
+      ranks: how many the gradients are summed over; the step is taken with their mean.
     """
     leaves, structure = tree.flatten(params)
     others, target_structure = tree.flatten(target)
@@ -60,7 +62,7 @@ def descend(
     corrections = optim.corrections(count, rate)
     network = type(params).__name__
     slopes = tree.leaves(gradients)
-    mu, nu, *found = _descend(network, leaves, others, slopes, opt.mu, opt.nu, ok, *corrections, tau, copies)
+    mu, nu, *found = _descend(network, leaves, others, slopes, opt.mu, opt.nu, ok, *corrections, tau, ranks, copies)
     opt = AdamState(torch.where(ok, count, opt.count), mu, nu)
     own, both = len(leaves), len(leaves) + len(others)
     new, behind = tree.unflatten(structure, found[:own]), tree.unflatten(target_structure, found[own:both])
@@ -79,11 +81,12 @@ def _descend(
     step: Tensor,
     root: Tensor,
     tau: float,
+    ranks: int,
     copies: torch.dtype | None,
 ) -> list[Tensor]:
     """Returns both moments, then the leaves of the parameters, those of the target and the copies."""
     old = network_of(network, params)
-    gradient = torch.cat([leaf.reshape(-1).to(mu.dtype) for leaf in gradients])
+    gradient = torch.cat([leaf.reshape(-1).to(mu.dtype) for leaf in gradients]) / ranks
     new_mu, new_nu, denominator = optim.moments(gradient, mu, nu, root)
     flat = torch.cat([leaf.reshape(-1) for leaf in params]) + new_mu * step / denominator
     new = tree.where(ok, networks.project(wire.unpack(flat, old)), old)
@@ -133,8 +136,8 @@ if buildable():
 
     @_descend.register_kernel("cuda")
     def _(network: str, params: Sequence[Tensor], target: Sequence[Tensor], *given: object) -> list[Tensor]:
-        *given, tau, dtype = given
+        *given, tau, ranks, dtype = given
         names = tuple(tree.names(skeleton(network, len(params))))
         copies = [] if dtype is None else alignment.empty(stacked(network, params, target), dtype)
         gradients, mu, nu, *numbers = given
-        return descent_kernels.descend(names, params, target, gradients, (mu, nu), numbers, copies, tau)
+        return descent_kernels.descend(names, params, target, gradients, (mu, nu), numbers, copies, tau, ranks)

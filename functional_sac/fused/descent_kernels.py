@@ -26,11 +26,15 @@ _B1, _B2, _EPS, _NORM_EPS = (tl.constexpr(number) for number in (B1, B2, EPS, NO
 
 
 @triton.jit
-def _adam(param, gradient, vectors, new_vectors, place, start, inside, is_open, step, inverse_root):
+def _adam(
+    param, gradient, vectors, new_vectors, place, start, inside, is_open, step, inverse_root, RANKS: tl.constexpr
+):  # fmt: skip
     """Moves a tile's moments; returns its parameters before and after, not projected."""
     flat = start + place
     old = tl.load(param + place, mask=inside, other=0.0)
     slope = tl.load(gradient, mask=inside, other=0.0).to(old.dtype)
+    if RANKS > 1:
+        slope = slope / RANKS
     mean = tl.load(vectors[0] + flat, mask=inside, other=0.0)
     square = tl.load(vectors[1] + flat, mask=inside, other=0.0)
     new_mean = mean + (1 - _B1) * (slope - mean)
@@ -74,6 +78,7 @@ def _rows(
     i: tl.constexpr, KIND: tl.constexpr, START: tl.constexpr, ROWS: tl.constexpr, LENGTH: tl.constexpr,
     WIDTH: tl.constexpr, HEIGHT: tl.constexpr, MATRIX: tl.constexpr, ROW: tl.constexpr, COLUMN: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr, PADDED: tl.constexpr, AVERAGE: tl.constexpr, TAU: tl.constexpr,
+    RANKS: tl.constexpr,
 ):  # fmt: skip
     """Takes R rows of leaf i through the update, by their slots in the copy, of which some may stay empty."""
     slot += tl.arange(0, R)
@@ -85,14 +90,14 @@ def _rows(
     inside = (row < ROWS)[:, None] & (column < LENGTH)[None, :]
     source = ((row // HEIGHT) * MATRIX + (row % HEIGHT) * ROW)[:, None] + (column * COLUMN)[None, :]
     old, value = _adam(
-        params[i], gradients[i] + source, vectors, new_vectors, place, START, inside, is_open, step, inverse_root
+        params[i], gradients[i] + source, vectors, new_vectors, place, START, inside, is_open, step, inverse_root, RANKS
     )
     square = tl.sum(value * value, 1)
     if KIND == _PAIR:
         start = START + ROWS * LENGTH
         old_bias, bias = _adam(
             params[i + 1], gradients[i + 1] + place, vectors, new_vectors, place, start, inside, is_open, step,
-            inverse_root,
+            inverse_root, RANKS,
         )  # fmt: skip
         square += tl.sum(bias * bias, 1)
     if KIND == _UNIT:
@@ -117,7 +122,7 @@ def _rows(
 @triton.jit
 def _descend(
     leaves, targets, gradients, vectors, ok, steps, roots, new, new_targets, new_vectors, copies,
-    PLAN: tl.constexpr, COUNT: tl.constexpr, AVERAGE: tl.constexpr, TAU: tl.constexpr,
+    PLAN: tl.constexpr, COUNT: tl.constexpr, AVERAGE: tl.constexpr, TAU: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     is_open = tl.load(ok)
@@ -129,7 +134,7 @@ def _descend(
                 leaves, targets, gradients, vectors, new, new_targets, new_vectors, copies,
                 (program - PLAN[n][0]) * PLAN[n][12], is_open, step, inverse_root, PLAN[n][2], PLAN[n][3], PLAN[n][4],
                 PLAN[n][5], PLAN[n][6], PLAN[n][7], PLAN[n][8], PLAN[n][9], PLAN[n][10], PLAN[n][11], PLAN[n][12],
-                PLAN[n][13], PLAN[n][14], AVERAGE, TAU,
+                PLAN[n][13], PLAN[n][14], AVERAGE, TAU, RANKS,
             )  # fmt: skip
 
 
@@ -142,6 +147,7 @@ def descend(
     numbers: Sequence[Tensor],
     copies: list[Tensor],
     tau: float,
+    ranks: int,
 ) -> list[Tensor]:
     """Launches `descent.descend`.
 
@@ -149,11 +155,12 @@ def descend(
       names: of the leaves, which tell what becomes of them.
       params: the leaves.
       target: likewise, or none.
-      gradients: likewise, in types and places of their own.
+      gradients: likewise, in types and places of their own, summed over ranks.
       moments: [P].
       numbers: the gate's answer, the step size and the root of the mean square's correction, 0-d.
       copies: take leaves of the parameters, then of the target, see `alignment.aligned`; or none.
       tau: weight of the new parameters in the target.
+      ranks: how many the gradients are summed over.
 
     Returns:
       Both moments, then the leaves of the parameters, those of the target and the copies.
@@ -168,7 +175,7 @@ def descend(
     launch(
         _descend, (plan[-1][1],), tuple(leaves[:own]), tuple(leaves[-own:]), tuple(gradients), tuple(moments), *numbers,
         tuple(new[:own]), tuple(new[-own:]), tuple(new_moments), rooms, PLAN=plan, COUNT=len(plan),
-        AVERAGE=bool(target), TAU=tau,
+        AVERAGE=bool(target), TAU=tau, RANKS=ranks,
     )  # fmt: skip
     return [*new_moments, *new, *copies]
 

@@ -29,7 +29,7 @@ class Collectives(NamedTuple):
     """What a step needs of the other ranks: their number, reductions and a gathering."""
 
     size: int
-    begin: Begin | None  # a packed gradient group, or a part of one, on its way; None where nothing travels
+    begin: Begin | None  # any vector's sum, on its way; None where nothing travels
     reduce: Reduce  # a packed gradient group: mean of the gradients, sum of the sentinels
     sum: Callable[[Tensor], Tensor]  # a float32, float64 or int64 tensor of any shape, in its own dtype
     gather: Callable[[Tensor], Tensor]  # a tensor [...] of every rank, by rank: [size, ...]
@@ -54,11 +54,16 @@ def over_sums(
       gather: stacks tensors by rank.
       wait: makes what `total` returned readable, if that is on its way still.
     """
-    begin = packed_sum(total, wait, size)
 
-    def reduce(flat: Tensor, layout: Layout) -> Tensor:
-        mean, sentinel = begin(flat, layout)()
-        return torch.cat([mean, sentinel.reshape(1)])
+    def begin(x: Tensor) -> Callable[[], Tensor]:
+        summed = total(x)
+        return lambda: wait(summed)
+
+    def reduce(flat: Tensor, layout: Layout) -> Reduced:
+        if flat.shape != (layout.size + 1,):
+            raise ValueError(f"the packed vector has shape {tuple(flat.shape)}, not [{layout.size} + 1]")
+        found = begin(flat.to(layout.travels_as))().to(layout.dtype)
+        return Reduced(found[:-1] / size, found[-1])
 
     return Collectives(size, begin, reduce, _statistics_sum(lambda x: wait(total(x))), gather)
 
@@ -102,37 +107,14 @@ def over(world: World) -> Collectives:
     return single() if world.data_group is None else process_group(world.data_group)
 
 
-def identity(flat: Tensor, layout: Layout) -> Tensor:
+def identity(flat: Tensor, layout: Layout) -> Reduced:
     """Reduces over one rank: a `Reduce` that only rounds a BF16 group, as its trip over the wire would.
 
     So one rank gives the same bits with and without a process group.
     """
-    if layout.travels_as == layout.dtype:
-        return flat
-    return ordered_sum(flat.to(layout.travels_as)[None]).to(layout.dtype)
-
-
-def packed_sum(total: Callable[[Tensor], Tensor], wait: Callable[[Tensor], Tensor], size: int) -> Begin:
-    """Makes a `Begin` of one sum over `size` ranks: the whole packed vector, sentinel included, in one call.
-
-    Args:
-      total: sums a tensor over the ranks in the tensor's own dtype.
-      wait: see `over_sums`.
-      size: the number of ranks; the gradients are divided by it after they are back in the group's dtype.
-    """
-
-    def begin(flat: Tensor, layout: Layout) -> Callable[[], Reduced]:
-        if flat.shape != (layout.size + 1,):
-            raise ValueError(f"the packed vector has shape {tuple(flat.shape)}, not [{layout.size} + 1]")
-        summed = total(flat.to(layout.travels_as))
-
-        def end() -> Reduced:
-            found = wait(summed).to(layout.dtype)
-            return Reduced(found[:-1] / size, found[-1])
-
-        return end
-
-    return begin
+    if layout.travels_as != layout.dtype:
+        flat = ordered_sum(flat.to(layout.travels_as)[None]).to(layout.dtype)
+    return Reduced(flat[:-1], flat[-1])
 
 
 def sum_over_ranks(collectives: Collectives, values: Tree) -> Tree:

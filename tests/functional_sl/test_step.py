@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from equal import assert_bits_equal
 from torch import Tensor, nn
 
-from functional_sl import capture, optim, step, tree
+from functional_sl import capture, optim, packing, step, tree
 from functional_sl.parallel.collectives import Collectives, simulated, single
 from functional_sl.parallel.lockstep import Lockstep
 from functional_sl.step import Aux, Step, StepState, make_step
@@ -372,7 +373,7 @@ def test_a_gradient_that_is_written_out_may_be_of_a_narrower_type() -> None:
 
 
 @pytest.mark.parametrize("where", ["a", "b", None])
-def test_a_gradient_may_leave_in_parts(where: str | None) -> None:
+def test_a_gradient_may_leave_in_parts(where: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The mean of two ranks' numbers; a NaN in either part on one rank closes the gate on both."""
 
     def gradient(params, stats, x, send):
@@ -386,6 +387,7 @@ def test_a_gradient_may_leave_in_parts(where: str | None) -> None:
         step = make_step(lambda *a: None, optim.sgd(1.0), ranks.collectives, gradient=gradient)
         return step.update(step.init(tree.zeros_like(x)), x)
 
+    monkeypatch.setattr(packing, "SMALLEST", 1)
     with contextlib.closing(Lockstep(2)) as ranks:
         found = ranks.map(update, (0, 1))
     expected = [0.0, 0.0, 0.0] if where else [-1.5, -3.0, -5.5]
@@ -397,15 +399,56 @@ def test_a_gradient_may_leave_in_parts(where: str | None) -> None:
 
 @pytest.mark.parametrize("wire_dtype", ["float32", "bfloat16"])
 def test_the_gradient_is_what_the_update_takes(wire_dtype: str) -> None:
-    """The largest float32 overflows as a sum of BF16: it closes the gate though the sentinel is zero."""
+    """The largest float32 would be rounded to infinity on a BF16 wire: that closes the gate."""
 
-    def dot(w: Tensor, stats: tuple, x: Tensor) -> tuple[Tensor, Aux]:
-        return (w * x).sum(), Aux(stats, {})
+    def gradient(params, stats, x, send):
+        return x, x.sum(), Aux(stats, {})
 
-    step, x = make_step(dot, optim.sgd(1.0), wire_dtype=wire_dtype), torch.arange(1.0, 2049.0)
-    state = step.init(torch.zeros(2048))
+    step = make_step(lambda *a: None, optim.sgd(1.0), wire_dtype=wire_dtype, gradient=gradient)
+    state, x = step.init(torch.zeros(2048)), torch.arange(1.0, 2049.0)
     found, ok, _ = step.gradient(state, x)
     assert ok
-    assert_bits_equal(step.update(state, x)[0].params, -found)
+    assert_bits_equal(step.update(state, x)[0].params, -found.float())
     _, ok, aux = step.gradient(state, x.index_fill(0, torch.tensor([3]), torch.finfo(torch.float32).max))
-    assert (ok.item(), aux.sentinel.item()) == (wire_dtype == "float32", 0.0)
+    assert (ok.item(), aux.sentinel.item()) == ((True, 0.0) if wire_dtype == "float32" else (False, 1.0))
+
+
+def test_only_a_gradient_that_is_written_out_is_given_away() -> None:
+    step, state = start()
+    with pytest.raises(ValueError, match="none that is written out; take `update`"):
+        step.gradient(state, batches(1)[0])
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("written", [True, False])
+@pytest.mark.parametrize("wire_dtype", ["float32", "bfloat16"])
+def test_what_might_overflow_as_a_sum_closes_every_gate(wire_dtype: str, written: bool, ranks: int) -> None:
+    """Below the limit the mean of one number is taken, of which BF16 rounds a sum; at it nobody takes a step."""
+
+    def gradient(params, stats, x, send):
+        return x, 0.0 * x.sum(), Aux(stats, {})
+
+    def dot(w: Tensor, stats: tuple, x: Tensor) -> tuple[Tensor, Aux]:
+        return torch.where(torch.isfinite(w), w, 0.0) @ x, Aux(stats, {})
+
+    def update(x: Tensor) -> tuple[StepState, Tensor, Aux]:
+        loss, how = (dot, gradient) if written else (dot, None)
+        step = make_step(loss, optim.sgd(1.0), across.collectives, wire_dtype=wire_dtype, gradient=how)
+        return step.update(step.init(torch.zeros(1024)), x)
+
+    # Both types hold less than 2^128.
+    limit, ordinary = 2.0 ** (127 - math.ceil(math.log2(ranks))), torch.ones(1024)
+    last = 0.99609375 * limit  # the last BF16 below it
+    with contextlib.closing(Lockstep(ranks)) as across:
+        for number, one_rank, is_open in [(last, False, True), (limit, False, False), (-limit, True, False)]:
+            x = ordinary.index_fill(0, torch.tensor([5]), number)
+            found = across.map(update, [x, *[ordinary if one_rank else x] * (ranks - 1)])
+            assert [ok.item() for _, ok, _ in found] == [is_open] * ranks
+            assert [aux.sentinel.item() for _, _, aux in found] == [
+                not is_open,
+                *[not (is_open or one_rank)] * (ranks - 1),
+            ]
+            for state, _, _ in found:
+                assert state.params.isfinite().all()
+                assert state.params[5].item() == pytest.approx(-last if is_open else 0.0, rel=2.0**-8)
+                assert state.params[0].item() == (-1.0 if is_open else 0.0)

@@ -112,6 +112,35 @@ def test_sentinel_marks_a_loss_or_a_gradient_that_is_not_finite(bad):
     assert wire.sentinel(torch.tensor(2.0), torch.tensor([1.0, bad])).item() == 1.0
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8, 100])
+def test_as_many_numbers_below_the_limit_as_ranks_have_a_finite_sum(dtype, ranks):
+    """Added one by one and rounded every time; of twice the limit they have none."""
+    limit = wire.limit(wire.layout({"w": torch.zeros(2, dtype=dtype)}), ranks)
+    if ranks == 1:
+        assert limit == float("inf")
+        return
+    number = torch.tensor(limit, dtype=dtype)
+    assert number.item() == limit
+    total, twice = number.clone(), 2 * number
+    for _ in range(ranks - 1):
+        total, twice = total + number, twice + 2 * number
+    assert total.isfinite()
+    assert ranks & (ranks - 1) or not twice.isfinite()
+
+
+def test_one_rank_has_a_limit_where_it_rounds():
+    layout = wire.layout({"w": torch.zeros(1024)}, "bfloat16")
+    assert wire.limit(layout, 1) == 2.0**127 < torch.finfo(torch.bfloat16).max
+    assert wire.limit(layout, 2) == wire.limit(wire.layout({"w": torch.zeros(1024)}), 2) == 2.0**126
+
+
+@pytest.mark.parametrize(("number", "raised"), [(2.0**20, 1.0), (-(2.0**20), 1.0), (2.0**20 - 1, 0.0)])
+def test_sentinel_marks_a_gradient_that_is_too_large(number, raised):
+    given = group()._replace(w=torch.tensor([[0.0, number]]))
+    assert wire.sentinel(torch.tensor(2.0**30), given, 2.0**20).item() == raised
+
+
 def round_trip(gradients: Group, loss: Tensor) -> tuple[Tensor, list[Tensor]]:
     flat = wire.pack(wire.layout(gradients), gradients, wire.sentinel(loss, gradients))
     return flat, [2 * leaf for leaf in tree.leaves(wire.unpack(flat, gradients))]

@@ -120,6 +120,19 @@ def test_gradients_may_have_gaps_and_narrow_types(device: str, kind: str) -> Non
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["Actor", "Critic"])
+@pytest.mark.parametrize("ranks", [3, 8])
+def test_sums_over_ranks_are_divided_behind_their_type_on_the_wire(device: str, kind: str, ranks: int) -> None:
+    """The sums are views of a BF16 vector, as they arrive; the mean is rounded in float32 alone."""
+    params, target, opt, gradient = start(kind)
+    arrived, rate = gradient.bfloat16(), torch.tensor(RATE, dtype=torch.float64)
+    given = tree.to((params, target, opt, wire.unpack(arrived, params), torch.tensor(True), rate), device)
+    found = tree.to(tuple(descent.descend(*given, TAU, ranks=ranks))[:3], "cpu")
+    assert_same(found, descended(device, True, params, target, opt, arrived.float() / ranks), device)
+    assert not tree.bits_equal(found[2], descended(device, True, params, target, opt, gradient / ranks)[2])
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_a_parameter_that_is_not_finite_stays_in_its_row(device: str) -> None:
     params, target, opt, gradient = start("Critic")
     params.trunk.w[1, 2, 3], params.trunk.norm.bias[0, 4], params.b[1, 5] = torch.nan, torch.nan, torch.inf
@@ -143,5 +156,7 @@ def test_the_op_is_what_a_compiler_takes_it_for() -> None:
     slopes = tree.leaves(wire.unpack(gradient, params))
     arguments = ("Critic", tree.leaves(params), tree.leaves(target), slopes, opt.mu, opt.nu, torch.tensor(True))
     library.opcheck(
-        descent._descend, (*arguments, *corrections, TAU, torch.bfloat16), test_utils=("test_schema", "test_faketensor")
+        descent._descend,
+        (*arguments, *corrections, TAU, 2, torch.bfloat16),
+        test_utils=("test_schema", "test_faketensor"),
     )

@@ -16,7 +16,7 @@ from functional_sac.envs.env import EnvSpec
 from functional_sac.fused import gradients
 from functional_sac.fused.alignment import BLOCK_LEAVES, INPUT_LEAVES
 from functional_sac.transition import Transition, symmetric
-from functional_sl import keys, tree
+from functional_sl import keys, packing, tree
 from functional_sl.parallel import collectives
 from functional_sl.parallel.lockstep import Lockstep
 from functional_sl.parallel.world import world
@@ -28,6 +28,11 @@ CONFIG = SACConfig(
 )  # fmt: skip
 SPEC = EnvSpec("probe", actor_dim=3, critic_dim=0, action_dim=1, max_episode_steps=10, control_dt=0.1)
 WIRES = ("float32", "bfloat16")
+
+
+@pytest.fixture(autouse=True)
+def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "SMALLEST", 1)
 
 
 def batch(seed: int, bad: bool = False) -> tuple[Transition, torch.Tensor]:
@@ -61,7 +66,8 @@ def in_lockstep(wire: str) -> tuple[list, list]:
 
 
 def on_a_rank() -> list:
-    with world("cpu", timeout_s=60.0) as here, torch.no_grad():
+    with world("cpu", timeout_s=60.0) as here, torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing, "SMALLEST", 1)
         return [updated(collectives.over(here), here.rank, wire) for wire in WIRES]
 
 

@@ -27,7 +27,8 @@ def stacked(size: int, seed: int = 0) -> tuple[dict[str, Tensor], Tensor]:
 
 def reduced(across: collectives.Collectives, wire_dtype: str, grads: dict[str, Tensor], loss: Tensor) -> Tensor:
     layout = wire.layout(grads, wire_dtype)
-    return across.reduce(wire.pack(layout, grads, wire.sentinel(loss, grads)), layout)
+    mean, sentinel = across.reduce(wire.pack(layout, grads, wire.sentinel(loss, grads)), layout)
+    return torch.cat([mean, sentinel.reshape(1)])
 
 
 def reduce_constants(across: collectives.Collectives, value: Tensor) -> Tensor:

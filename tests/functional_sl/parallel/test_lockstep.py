@@ -26,7 +26,7 @@ def test_reductions_equal_those_of_mapped_ranks(ranks):
     mapped = vmap(lambda x: collectives.simulated(3).reduce(x, LAYOUT))(BIG)
     for _ in range(100):
         found = ranks.map(lambda x: ranks.collectives.reduce(x, LAYOUT), BIG.unbind(0))
-        assert tree.bits_equal(torch.stack(found), mapped)
+        assert tree.bits_equal(tree.stack(found), mapped)
     assert tree.bits_equal(list(ranks.map(ranks.collectives.gather, BIG.unbind(0))), [BIG] * 3)
     assert tree.bits_equal(vmap(collectives.simulated(3).gather)(BIG), torch.stack([BIG] * 3))
     sums = ranks.map(ranks.collectives.sum, torch.tensor([1, 20, 300]).unbind(0))
