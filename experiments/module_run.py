@@ -2,8 +2,9 @@
 
 The networks are modules, the optimizers those of `torch.optim` (experiments/module_learner.py); exploration, reward
 scaling and replay are written anew, on the host where they can be. What both loops have in common is the published
-algorithm, so where their returns differ, one of them is wrong. Every seed is a process of its own; on CUDA its
-updates are graphs, one with the actor and one without. The returns can be drawn beside those of `reproduce_mujoco`:
+algorithm, so where their returns differ by more than those of seeds do, one of them is wrong. Every seed is a process
+of its own; on CUDA its updates are graphs, one with the actor and one without. `--out` may be a folder of
+`reproduce_mujoco`, whose returns are then drawn beside these:
 
     python -m experiments.module_run --task=HalfCheetah-v4 --seeds=5 --device=cuda --out=runs/modules
     python -m experiments.reproduce_mujoco --draw=runs/modules
