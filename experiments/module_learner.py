@@ -225,18 +225,39 @@ class ModuleLearner(nn.Module):
 
     def step(self) -> dict[str, Tensor]:
         """Samples a batch and makes one update, with the actor in every second one."""
-        rows = torch.randint(len(self.replay.reward), (self.config.batch_size,), device=self.replay.reward.device)
+        with_actor = self.updates % self.config.actor_update_period == 0
+        self.updates += 1
+        return self.update(*self.draw(with_actor))
+
+    def rows(self) -> Tensor:
+        """Returns which transitions make a batch, [B]."""
+        return torch.randint(len(self.replay.reward), (self.config.batch_size,), device=self.replay.reward.device)
+
+    def draw(self, with_actor: bool) -> tuple[Batch, Tensor | None, Tensor]:
+        """Returns a batch with scaled rewards, and the noise of both parts of an update."""
+        rows = self.rows()
         batch = Batch(*(x[rows] for x in self.replay))
         divisor = torch.maximum(torch.sqrt(self.return_var + 1e-8), self.return_max / self.config.return_bound)
         batch = batch._replace(reward=batch.reward / divisor)
-        with_actor = self.updates % self.config.actor_update_period == 0
         actor_noise = torch.randn(2 * len(rows), self.spec.action_dim, device=rows.device) if with_actor else None
         critic_noise = torch.randn(len(rows), self.spec.action_dim, device=rows.device)
-        self.updates += 1
-        return self.update(batch, actor_noise, critic_noise)
+        return batch, actor_noise, critic_noise
 
     def update(self, batch: Batch, actor_noise: Tensor | None, critic_noise: Tensor) -> dict[str, Tensor]:
-        """Updates actor and temperature (if there is noise for them), then critic and target."""
+        """Updates actor and temperature (if there is noise for them), then critic and target, then the rates."""
+        metrics = self.descend(batch, actor_noise, critic_noise)
+        self.advance(actor_noise is not None)
+        return metrics
+
+    def advance(self, with_actor: bool) -> None:
+        """Counts an update in the schedules of the learning rates."""
+        self.critic_schedule.step()
+        if with_actor:
+            self.actor_schedule.step()
+            self.temperature_schedule.step()
+
+    def descend(self, batch: Batch, actor_noise: Tensor | None, critic_noise: Tensor) -> dict[str, Tensor]:
+        """Makes an update at the learning rates as they are."""
         metrics = {}
         if actor_noise is not None:
             metrics = self._update_actor(batch, actor_noise)
@@ -256,14 +277,14 @@ class ModuleLearner(nn.Module):
         self.critic.requires_grad_(True)
         q = qs.amin(0)
         loss = (self.log_temperature.exp().detach() * log_prob - q).mean()
-        _descend(loss, self.actor_optimizer, self.actor_schedule, self.actor)
+        _descend(loss, self.actor_optimizer, self.actor)
         metrics = {"actor_loss": loss, "entropy": -log_prob.mean(), "mean_action": action.mean(), "q": q.mean()}
         return {name: x.detach() for name, x in metrics.items()}
 
     def _update_temperature(self, entropy: Tensor) -> dict[str, Tensor]:
         temperature = self.log_temperature.exp()
         loss = temperature * (entropy - self.target_entropy)
-        _descend(loss, self.temperature_optimizer, self.temperature_schedule)
+        _descend(loss, self.temperature_optimizer)
         return {"temperature_loss": loss.detach(), "temperature": temperature.detach()}
 
     def _update_critic(self, batch: Batch, noise: Tensor) -> dict[str, Tensor]:
@@ -280,7 +301,7 @@ class ModuleLearner(nn.Module):
             goal = self._project(chosen.exp(), batch, entropy_term)
         _, log_probs = self.critic(observation, action, training=True)
         loss = -(goal * log_probs[:, :rows]).sum(-1).mean()
-        _descend(loss, self.critic_optimizer, self.critic_schedule, self.critic)
+        _descend(loss, self.critic_optimizer, self.critic)
         return {"critic_loss": loss.detach(), "max_entropy_bonus": entropy_term.amax()}
 
     def _project(self, probs: Tensor, batch: Batch, entropy_term: Tensor) -> Tensor:
@@ -298,16 +319,16 @@ class ModuleLearner(nn.Module):
         return goal
 
 
-def _descend(
-    loss: Tensor,
-    optimizer: torch.optim.Optimizer,
-    schedule: torch.optim.lr_scheduler.LRScheduler,
-    network: nn.Module | None = None,
-) -> None:
+def normalize(network: nn.Module) -> None:
+    """Projects the parameters of every layer."""
+    for layer in network.modules():
+        if hasattr(layer, "normalize_parameters"):
+            layer.normalize_parameters()
+
+
+def _descend(loss: Tensor, optimizer: torch.optim.Optimizer, network: nn.Module | None = None) -> None:
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-    schedule.step()
-    for layer in network.modules() if network else ():
-        if hasattr(layer, "normalize_parameters"):
-            layer.normalize_parameters()
+    if network:
+        normalize(network)

@@ -21,8 +21,9 @@ import dataclasses
 import itertools
 import multiprocessing
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from experiments import curves
 from functional_sac.config import TrainConfig
@@ -116,22 +117,37 @@ def run(settings: Settings) -> str:
     """Trains what the flags ask for, draws it, and returns the table."""
     from experiments import trial
 
-    folder, asked = Path(settings.out), jobs(settings)
-    folder.mkdir(parents=True, exist_ok=True)
+    return train_all(trial.train, jobs(settings), Path(settings.out), settings.workers, Path(settings.official))
+
+
+def train_all(train: Callable[[Any], str], asked: Sequence[Any], folder: Path, workers: int, official: Path) -> str:
+    """Trains every job in a process of its own, draws the returns that the folder holds then, and returns the table.
+
+    Args:
+      train: writes the evaluations of a job to its `path` and returns a line about it.
+      asked: the jobs.
+      folder: of the paths.
+      workers: processes at once; 0 for as many as there are jobs.
+      official: published curves.
+
+    Raises:
+      cli.UsageError: if the folder cannot be made, or holds one of the paths already.
+    """
+    with as_usage_error(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
     taken = [str(job.path) for job in asked if job.path.exists()]
     if taken:
-        raise cli.UsageError(f"--out={settings.out} holds {', '.join(taken)} already; choose another folder")
-    workers = min(settings.workers or len(asked), len(asked))
+        raise cli.UsageError(f"--out={folder} holds {', '.join(taken)} already; choose another folder")
     spawn = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
-    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=spawn) as pool:
+    with concurrent.futures.ProcessPoolExecutor(min(workers or len(asked), len(asked)), mp_context=spawn) as pool:
         failures = []
-        for future in concurrent.futures.as_completed([pool.submit(trial.train, job) for job in asked]):
+        for future in concurrent.futures.as_completed([pool.submit(train, job) for job in asked]):
             error = future.exception()
             print(f"failed: {error!r}" if error else future.result(), flush=True)
             failures += [error] if error else []
     if failures and not any(folder.glob("*.csv")):
         raise failures[0]
-    table = report(folder, Path(settings.official))
+    table = report(folder, official)
     if failures:
         raise failures[0]
     return table
