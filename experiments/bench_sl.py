@@ -106,7 +106,7 @@ def modular(setting: Setting, here: World, compiled: bool) -> Callable[[Any, Ten
     module = setting.twin.module(setting.task, setting.state.step.params, setting.state.step.stats)
     if here.data_group is not None:
         module = DistributedDataParallel(module)
-    module = torch.compile(module) if compiled else module
+    module = setting.twin.compile(module) if compiled else module
     step = twins.make_update(module, LEARNING_RATE, CLIP_NORM)
     return lambda batch, key: step(setting.twin.inputs(setting.task, batch, key))
 

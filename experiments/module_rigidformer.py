@@ -139,16 +139,35 @@ class ClosedLoop(nn.Module):
 
     def __init__(self, network: Network) -> None:
         super().__init__()
-        self.network = network
+        self.network, self.integrate, self.parts = network, model.integrate, False
 
     def forward(self, *fields: Tensor) -> Tensor:
         batch = Clips(*fields)
         bodies, (before, now), found = rigid_loss.bodies_of(batch), rigid_loss.observed(batch), []
+        if self.parts:
+            # A function is compiled anew where other inputs than before have a gradient, as later frames' do.
+            before, now = (Pose(*(x.detach().requires_grad_() for x in pose)) for pose in (before, now))
         for _ in range(batch.positions.shape[1] - 2):
             change = self.network(bodies, before, now, batch.step)
-            found.append(model.integrate(bodies, before, now, change, batch.step * FRAME_DT, self.network.a.gravity))
+            found.append(self.integrate(bodies, before, now, change, batch.step * FRAME_DT, self.network.a.gravity))
             before, now = now, found[-1].pose
         return rigid_loss.errors(batch, found)[0] / rigid_loss.count(batch)
+
+
+def compile_parts(module: nn.Module, **how: Any) -> nn.Module:
+    """Compiles what one frame of a closed loop takes, once for all frames, and returns the module.
+
+    The whole loop as one function is compiled frame by frame: it was not ready after three minutes on a GPU.
+
+    Args:
+      module: a `ClosedLoop`, or one in DistributedDataParallel.
+      how: see `torch.compile`.
+    """
+    loop = module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
+    loop.parts = True
+    loop.network.compile(**how)
+    loop.integrate = torch.compile(loop.integrate, **how)
+    return module
 
 
 def module(settings: RigidFormer, params: dict[str, Any], buffers: tuple) -> nn.Module:
@@ -213,4 +232,5 @@ TWIN = Twin(
     module=module,
     inputs=lambda settings, batch, key: tuple(batch),
     draw=draw,
+    compile=compile_parts,
 )

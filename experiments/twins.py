@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn, optim
 
 from functional_sl.recipe import Recipe
@@ -20,6 +21,7 @@ class Twin(NamedTuple):
     module: Callable[[Any, Tree, Tree], nn.Module]  # (settings, parameters, buffers) -> copies; called, the mean loss
     inputs: Callable[[Any, Tree, Tensor | None], tuple[Tensor, ...]]  # (settings, batch, key of the loss) -> arguments
     draw: Callable[[Any, Tree, int], Tree]  # (settings, data, batch size) -> batch
+    compile: Callable[[nn.Module], nn.Module] = torch.compile
 
 
 # Name of a recipe -> where its twin stands.

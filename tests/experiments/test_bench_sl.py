@@ -9,7 +9,7 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from experiments import bench_sl, twins
+from experiments import bench_sl, module_rigidformer, twins
 from functional_sl.parallel.world import world
 
 SETTINGS = bench_sl.Settings(batch_size=8, agree=5, updates=1, device="cpu")
@@ -37,6 +37,27 @@ def test_losses_of_other_recipes_agree(recipe: str) -> None:
     settings = dataclasses.replace(SETTINGS, recipe=recipe, batch_size=4, agree=3)
     with world("cpu") as here:
         assert bench_sl.compare(bench_sl.prepare(settings, here), here, settings) < 1e-4
+
+
+# Dynamo looks at every input's gradient.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_parts_of_a_closed_loop_are_compiled_once_for_all_frames() -> None:
+    pytest.importorskip("mujoco")
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    settings = dataclasses.replace(SETTINGS, recipe="rigidformer", batch_size=2)
+    with world("cpu") as here:
+        setting = bench_sl.prepare(settings, here)
+        twin, start = setting.twin, setting.state.step
+        inputs = twin.inputs(setting.task, twin.draw(setting.task, setting.recipe.data, 2), None)
+        plain, parts = (twin.module(setting.task, start.params, start.stats) for _ in range(2))
+        module_rigidformer.compile_parts(parts, backend=backend, dynamic=False)
+        assert torch.equal(plain(*inputs), parts(*inputs))
+    assert (setting.task.clip - 2, len(graphs)) == (3, 2)  # three frames; the network and the integration
 
 
 def test_a_recipe_brings_its_sizes() -> None:
