@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import types
 import warnings
+import weakref
 from collections.abc import Callable, Hashable, Iterator
 from typing import NamedTuple
 from unittest import mock
@@ -180,6 +181,7 @@ class Captured:
         self._state: tree.Tree = None
         self._graphs: dict[Hashable, _Graph] = {}
         self.captures = 0
+        _existing.add(self)
 
     def __call__(self, state: tree.Tree, *inputs: tree.Tree, **static: Hashable) -> tuple[tree.Tree, tree.Tree]:
         """Runs the function once.
@@ -231,7 +233,7 @@ class Captured:
         return self._state
 
     def close(self) -> None:
-        """Frees the graphs; to be called before a process group whose collectives they hold is destroyed."""
+        """Frees the graphs; a process group whose collectives they hold cannot be destroyed before."""
         if self._graphs:
             torch.cuda.synchronize()
         self._graphs.clear()
@@ -300,6 +302,15 @@ class Captured:
             # A launch takes 64 tensors; what is left for the last one should be small.
             chosen.sort(key=lambda pair: -pair[0].numel())
             torch._foreach_copy_(*map(list, zip(*chosen, strict=True)))
+
+
+_existing: weakref.WeakSet[Captured] = weakref.WeakSet()
+
+
+def close_all() -> None:
+    """Frees the graphs of every `Captured` of this process; one that is called again captures anew."""
+    for captured in list(_existing):
+        captured.close()
 
 
 class _Graph(NamedTuple):

@@ -32,7 +32,7 @@ SL = {
     "sim": "",
     "motions": "run sim tree",
     "optim": "tree schedules",
-    "parallel": "tree wire",
+    "parallel": "capture tree wire",
     "packing_kernels": "kernels",
     "packing": "kernels packing_kernels tree wire",
     "step": "tree wire gate optim packing parallel",

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from functional_sl import capture
 from functional_sl.parallel.errors import LostRank, RankError
 
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -46,7 +47,7 @@ def world(device: str = "auto", timeout_s: float = 300.0, force_group: bool = Fa
     """Joins the ranks that torchrun started and leaves them at the end, on success and on an exception.
 
     Without torchrun's variables the world has one rank and no process group. A successful end waits for the
-    other ranks, an exception does not. CUDA graphs that hold collectives must be dropped before the end.
+    other ranks, an exception does not. It frees all captured graphs of the process, which may hold collectives.
 
     Args:
       device: `auto` (CUDA if there is any), `cpu`, `cuda`, or, without torchrun, `cuda:N`.
@@ -81,6 +82,8 @@ def world(device: str = "auto", timeout_s: float = 300.0, force_group: bool = Fa
         # Destroying NCCL groups waits for collectives in flight, which a rank that failed may never join.
         dist.distributed_c10d._abort_process_group()
         raise
+    # NCCL would wait for graphs that hold its collectives for ever.
+    capture.close_all()
     dist.destroy_process_group()
 
 

@@ -154,6 +154,20 @@ def test_a_thousand_replays_keep_addresses_and_memory(size: int) -> None:
     assert all(found["moved"] for found in run_ranks(size, a_thousand_replays, timeout=300))
 
 
+def left_open() -> int:
+    with torch.no_grad(), world("cuda") as here:
+        state, cycle = setup(here)
+        captured = capture.Captured(cycle, hooks(here))
+        captured(state)
+    assert captured.captures == 1
+    return here.rank
+
+
+@sizes
+def test_a_graph_that_nobody_closed_holds_up_no_rank(size: int) -> None:
+    assert run_ranks(size, left_open, timeout=120) == list(range(size))
+
+
 def bad_numbers(fault: str) -> list[int]:
     """The last rank's replay is poisoned for one cycle; what every rank has skipped then, and after a healthy one."""
     with torch.no_grad(), world("cuda") as here:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from ranks import RanksFailed, run_ranks
 
+from functional_sl import capture
 from functional_sl.parallel import collectives
 from functional_sl.parallel.world import (
     ENVIRONMENT,
@@ -140,6 +141,22 @@ def test_a_forced_group_of_one_reduces(alone):
             assert collectives.over(here).sum(torch.tensor([1.5])).item() == 1.5
             assert gather(here, 7) == [7]
         assert not dist.is_initialized()
+
+
+def test_the_end_frees_graphs_that_may_hold_collectives(alone):
+    closed = []
+
+    class Probe(capture.Captured):
+        def close(self) -> None:
+            closed.append(dist.is_initialized())
+
+    probe = Probe(lambda state: (state, ()))
+    with world("cpu", timeout_s=TIMEOUT_S, force_group=True):
+        pass
+    assert closed == [True]
+    del probe
+    capture.close_all()
+    assert closed == [True]
 
 
 @pytest.mark.parametrize(
