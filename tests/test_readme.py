@@ -45,9 +45,9 @@ def test_the_environment_of_the_readme_trains(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.skipif(not BLOCKS, reason="no README beside the tests")
 def test_pictures_and_console_scripts_are_there() -> None:
-    text = README.read_text()
-    for picture in re.findall(r"!\[[^]]*\]\(([^)]+)\)", text):
-        assert (README.parent / picture).stat().st_size, picture
+    for page in (README, *README.parent.glob("*/README.md")):
+        for picture in re.findall(r"!\[[^]]*\]\(([^)]+)\)", page.read_text()):
+            assert (page.parent / picture).stat().st_size, f"{page} shows {picture}"
     scripts = tomllib.loads((README.parent / "pyproject.toml").read_text())["project"]["scripts"]
     for target in scripts.values():
         assert callable(loading.load(target))
