@@ -71,8 +71,8 @@ def chain(*transforms: Transform) -> Transform:
 def clip_by_global_norm(max_norm: float) -> Transform:
     """Scales the gradients by min(1, max_norm / (norm + 1e-6)), as `torch.nn.utils.clip_grad_norm_` does.
 
-    The norm is the L2 norm over all leaves. A norm that is not finite spreads to the updates: the gate
-    sees it there.
+    The norm is the L2 norm over all leaves. Of gradients that the gate lets pass it is finite, see `wire.limit`; an
+    infinite one would leave nothing of them.
 
     Raises:
       ValueError: if `max_norm` is not positive.

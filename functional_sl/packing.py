@@ -33,7 +33,7 @@ def sentinel(layout: wire.Layout, gradients: Tree, loss: Tensor) -> Tensor:
       ValueError: if a leaf has another shape than the layout says.
     """
     # What the pieces come to is left to a compiler, which does in one kernel what follows from it too.
-    bad = _not_finite(_leaves(layout, gradients), layout.dtype).amax() > 0
+    bad = _look(_leaves(layout, gradients), layout.dtype).amax() > 0
     return (bad | ~torch.isfinite(loss)).to(layout.dtype)
 
 
@@ -45,9 +45,9 @@ class Parts:
     the sums. Packing has no rule for `vmap`.
     """
 
-    def __init__(self, layout: wire.Layout, begin: wire.Begin, ranks: int) -> None:
-        """Takes the layout of the group, what sends a packed vector on its way, and the number of ranks."""
-        self._layout, self._begin, self._ranks, self._left = layout, begin, ranks, len(layout.names)
+    def __init__(self, layout: wire.Layout, begin: wire.Begin) -> None:
+        """Takes the layout of the group and what sends a packed vector on its way."""
+        self._layout, self._begin, self._left = layout, begin, len(layout.names)
         self._waiting: list[Tensor] = []
         self._sent: list[tuple[wire.Layout, Callable[[], Tensor]]] = []
         self._sentinels: list[Tensor] = []
@@ -57,17 +57,19 @@ class Parts:
 
         Args:
           leaves: of the layout's shapes, in floating-point types that the group's type holds.
-          loss: 0-d, see `wire.sentinel`.
+          loss: 0-d, see `wire.sentinel`; the same in every call.
 
         Raises:
-          ValueError: if a leaf has another shape than the layout says.
+          ValueError: if there are more leaves than are left, or one has another shape than the layout says.
         """
+        if not 0 < len(leaves) <= self._left - len(self._waiting):
+            raise ValueError(f"{len(leaves)} leaves are sent, of {self._left - len(self._waiting)} that are left")
         self._waiting = [*leaves, *self._waiting]
         first = self._left - len(self._waiting)
         part = wire.part(self._layout, first, self._left)
         if first and part.size < SMALLEST:
             return
-        leaves, types = _leaves(part, self._waiting), (part.dtype, part.travels_as, wire.limit(part, self._ranks))
+        leaves, types = _leaves(part, self._waiting), (part.dtype, self._layout.travels_as)
         if first:
             packed, sentinels = _pack_part(leaves, loss, *types)
         else:
@@ -108,28 +110,28 @@ def _views(layout: wire.Layout, flat: Tensor) -> list[Tensor]:
 
 
 @library.custom_op("functional_sl::pack", mutates_args=())
-def _pack(leaves: Sequence[Tensor], loss: Tensor, dtype: torch.dtype, wire_dtype: torch.dtype, limit: float) -> Tensor:
+def _pack(leaves: Sequence[Tensor], loss: Tensor, dtype: torch.dtype, wire_dtype: torch.dtype) -> Tensor:
     """Returns P elements of the leaves and Q sentinels of their pieces, [P + Q] in the type on the wire."""
-    raised = torch.cat([_raised(leaf.to(dtype), limit) for leaf in leaves]) | ~torch.isfinite(loss)
+    raised = torch.cat([_raised(leaf.to(dtype)) for leaf in leaves]) | ~torch.isfinite(loss)
     return torch.cat([*(leaf.reshape(-1).to(dtype).to(wire_dtype) for leaf in leaves), raised.to(wire_dtype)])
 
 
 @_pack.register_fake
-def _(leaves: Sequence[Tensor], loss: Tensor, dtype: torch.dtype, wire_dtype: torch.dtype, limit: float) -> Tensor:
+def _(leaves: Sequence[Tensor], loss: Tensor, dtype: torch.dtype, wire_dtype: torch.dtype) -> Tensor:
     return loss.new_empty(sum(_sizes(leaves)), dtype=wire_dtype)
 
 
 @library.custom_op("functional_sl::pack_part", mutates_args=())
 def _pack_part(
-    leaves: Sequence[Tensor], loss: Tensor, dtype: torch.dtype, wire_dtype: torch.dtype, limit: float
+    leaves: Sequence[Tensor], loss: Tensor, dtype: torch.dtype, wire_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Returns what `_pack` does as two tensors, [P] and [Q]."""
-    packed, sentinels = _pack(leaves, loss, dtype, wire_dtype, limit).split(_sizes(leaves))
+    packed, sentinels = _pack(leaves, loss, dtype, wire_dtype).split(_sizes(leaves))
     return packed.clone(), sentinels.clone()
 
 
 @_pack_part.register_fake
-def _(leaves: Sequence[Tensor], loss: Tensor, dtype: torch.dtype, wire_dtype: torch.dtype, limit: float):
+def _(leaves: Sequence[Tensor], loss: Tensor, dtype: torch.dtype, wire_dtype: torch.dtype):
     packed, sentinels = (loss.new_empty(size, dtype=wire_dtype) for size in _sizes(leaves))
     return packed, sentinels
 
@@ -139,19 +141,19 @@ def _sizes(leaves: Sequence[Tensor]) -> list[int]:
     return [sum(leaf.numel() for leaf in leaves), sum(-(-leaf.numel() // PIECE) for leaf in leaves)]
 
 
-def _raised(leaf: Tensor, limit: float) -> Tensor:
+def _raised(leaf: Tensor) -> Tensor:
     """Tells by piece whether a magnitude is not below the limit."""
-    below = leaf.reshape(-1).abs() < limit
+    below = leaf.reshape(-1).abs() < wire.limit(leaf.dtype)
     return ~F.pad(below, (0, -below.numel() % PIECE), value=True).unflatten(0, (-1, PIECE)).all(1)
 
 
-@library.custom_op("functional_sl::not_finite", mutates_args=())
-def _not_finite(leaves: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Returns int32 [Q], 1 where one of Q pieces of the leaves is not finite in this type, else 0."""
-    return torch.cat([_raised(leaf.to(dtype), torch.inf) for leaf in leaves]).to(torch.int32)
+@library.custom_op("functional_sl::look", mutates_args=())
+def _look(leaves: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Returns int32 [Q], 1 where a magnitude in one of Q pieces is not below this type's limit, else 0."""
+    return torch.cat([_raised(leaf.to(dtype)) for leaf in leaves]).to(torch.int32)
 
 
-@_not_finite.register_fake
+@_look.register_fake
 def _(leaves: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return leaves[0].new_empty(_sizes(leaves)[1], dtype=torch.int32)
 
@@ -160,19 +162,19 @@ if buildable():
     from functional_sl import packing_kernels
 
     @_pack.register_kernel("cuda")
-    def _(leaves: Sequence[Tensor], loss: Tensor, dtype: torch.dtype, wire_dtype: torch.dtype, limit: float) -> Tensor:
+    def _(leaves: Sequence[Tensor], loss: Tensor, dtype: torch.dtype, wire_dtype: torch.dtype) -> Tensor:
         both = loss.new_empty(sum(_sizes(leaves)), dtype=wire_dtype)
-        packing_kernels.pack(leaves, loss, *both.split(_sizes(leaves)), dtype, limit, PIECE)
+        packing_kernels.pack(leaves, loss, *both.split(_sizes(leaves)), dtype, wire.limit(dtype), PIECE)
         return both
 
     @_pack_part.register_kernel("cuda")
-    def _(leaves: Sequence[Tensor], loss: Tensor, dtype: torch.dtype, wire_dtype: torch.dtype, limit: float):
+    def _(leaves: Sequence[Tensor], loss: Tensor, dtype: torch.dtype, wire_dtype: torch.dtype):
         packed, sentinels = (loss.new_empty(size, dtype=wire_dtype) for size in _sizes(leaves))
-        packing_kernels.pack(leaves, loss, packed, sentinels, dtype, limit, PIECE)
+        packing_kernels.pack(leaves, loss, packed, sentinels, dtype, wire.limit(dtype), PIECE)
         return packed, sentinels
 
-    @_not_finite.register_kernel("cuda")
+    @_look.register_kernel("cuda")
     def _(leaves: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         found = leaves[0].new_empty(_sizes(leaves)[1], dtype=torch.int32)
-        packing_kernels.pack(leaves, None, None, found, dtype, torch.inf, PIECE)
+        packing_kernels.pack(leaves, None, None, found, dtype, wire.limit(dtype), PIECE)
         return found

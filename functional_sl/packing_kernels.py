@@ -75,7 +75,7 @@ def pack(
       limit: see `wire.limit`.
       piece: elements of a piece.
     """
-    given = [matrices(leaf) for leaf in leaves]
+    given = [matrices(leaf) for leaf in leaves if leaf.numel()]
     plan, programs, size = [], 0, 0
     for leaf in given:
         last = programs + triton.cdiv(leaf.numel(), piece)

@@ -141,7 +141,7 @@ class _Maker:
             grads, value, aux = self.gradient(state.params, state.stats, *inputs, send=None)
             own = packing.sentinel(layout, grads, value)
             return grads, own == 0, Aux(aux.stats, aux.metrics, own)
-        parts = packing.Parts(layout, begin or _stay, self.across.size)
+        parts = packing.Parts(layout, begin or _stay)
         grads, value, aux = self.gradient(state.params, state.stats, *inputs, send=begin and parts.send)
         leaves, sentinels, own = parts.finish(grads, value)
         grads = tree.unflatten(tree.flatten(state.params)[1], leaves)
@@ -157,7 +157,7 @@ class _Maker:
             return _ravel(tree.map(lambda x: x.to(dtype), grads)) / self.across.size, ok, aux
         grads, value, aux = _accumulate(self.loss, self.accumulation, state, inputs, scale)
         layout = self._layout(grads)
-        own = wire.sentinel(value, grads, wire.limit(layout, self.across.size))
+        own = wire.sentinel(value, grads)
         mean, sentinel = self.across.reduce(wire.pack(layout, grads, own), layout)
         return mean, gate.is_open(sentinel), Aux(aux.stats, aux.metrics, own)
 

@@ -1,8 +1,8 @@
 """How one gradient group travels between ranks: a static layout, one packed vector, a sentinel.
 
 A group is packed as `[P + 1]`: its P gradient elements in the order of `tree.leaves`, then the sentinel. It is raised
-where something is not finite, and where a gradient is so large that a sum over the ranks might not be: what arrives
-under sentinels of zero is finite, and nobody has to look at it again.
+where something is not finite, and where a gradient is so large that sums over ranks or squares might not be: what
+arrives under sentinels of zero is finite, and nobody has to look at it again.
 """
 
 from __future__ import annotations
@@ -89,27 +89,19 @@ def layout(template: Tree, wire_dtype: str = "float32") -> Layout:
 
 
 def part(layout: Layout, first: int, last: int) -> Layout:
-    """Returns the layout of a group's leaves from `first` up to `last`, which travel as the whole group would.
+    """Returns the layout of a group's leaves from `first` up to `last`."""
+    return dataclasses.replace(layout, names=layout.names[first:last], shapes=layout.shapes[first:last])
 
-    A part of less than 1024 elements keeps the group's dtype.
+
+def limit(dtype: torch.dtype) -> float:
+    """Returns what the magnitudes of a group's gradient elements must stay below: 2^48 in FP32 and BF16.
+
+    Whatever follows is finite then: their sum over ranks, in whatever order and type on the wire, their squares, of
+    which Adam keeps a mean for ever, and the sum of 2^31 squares, which a norm is made of. FP16, in which squares are
+    not taken, has 2^9, of which 100 ranks have a finite sum.
     """
-    narrow = layout.travels_as != layout.dtype
-    wire_dtype = layout.wire_dtype if narrow else "float32"
-    return dataclasses.replace(
-        layout, names=layout.names[first:last], shapes=layout.shapes[first:last], wire_dtype=wire_dtype
-    )
-
-
-def limit(layout: Layout, ranks: int) -> float:
-    """Returns what each rank's gradient elements must stay below for their sum over the wire to be finite.
-
-    A power of two, by which no partial sum of so many, in whatever order, comes to more than half of what the type
-    holds; the other half is for its roundings. Infinity for one rank whose gradients are not rounded.
-    """
-    if ranks == 1 and layout.travels_as == layout.dtype:
-        return math.inf
-    _, exponent = math.frexp(torch.finfo(layout.travels_as).max)
-    return 2.0 ** (exponent - 1 - (ranks - 1).bit_length())
+    _, exponent = math.frexp(torch.finfo(dtype).max)
+    return 2.0 ** (exponent // 2 - 16 if exponent > 64 else exponent - 7)
 
 
 def digest(layout: Layout) -> str:
@@ -159,7 +151,7 @@ def unpack(flat: Tensor, like: Tree) -> Tree:
     return tree.unflatten(structure, [part.view(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)])
 
 
-def sentinel(loss: Tensor, gradients: Tree, limit: float = math.inf) -> Tensor:
+def sentinel(loss: Tensor, gradients: Tree) -> Tensor:
     """Tells whether this rank's loss is not finite or one of its gradients too large, as a number that can be summed.
 
     The loss counts too: its derivatives can be finite where it is not.
@@ -167,11 +159,10 @@ def sentinel(loss: Tensor, gradients: Tree, limit: float = math.inf) -> Tensor:
     Args:
       loss: 0-d, of any floating-point dtype.
       gradients: a tree, or one flat vector.
-      limit: what magnitudes must stay below, see `limit`; by default they must be finite.
 
     Returns:
       0-d of the gradients' dtype: 1 where something is wrong, else 0.
     """
     leaves = [leaf.reshape(-1) for leaf in tree.leaves(gradients)]
     flat = leaves[0] if len(leaves) == 1 else torch.cat(leaves)
-    return (~((flat.abs() < limit).all() & torch.isfinite(loss))).to(flat.dtype)
+    return (~((flat.abs() < limit(flat.dtype)).all() & torch.isfinite(loss))).to(flat.dtype)

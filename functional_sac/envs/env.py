@@ -25,6 +25,7 @@ from functional_sac.transition import Observation
 from functional_sl import keys, tree
 
 Physics = Any  # a NamedTuple of tensors with a leading axis [N]
+LARGEST = 2.0**48  # of an environment's numbers; statistics sum squares, which must stay finite
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,9 +178,13 @@ def advance(key: Tensor, episodes: Tensor | int) -> Tensor:
 
 
 def finite(observation: Observation, reward: Tensor) -> Tensor:
-    """Tells for each of N environments whether every number of its observation and its reward is finite; [N] bool."""
-    parts = [x.isfinite().all(-1) for x in observation if x.shape[-1]]
-    return torch.stack([reward.isfinite(), *parts]).all(0)
+    """Tells for each of N environments whether all numbers of its observation and its reward are below `LARGEST`.
+
+    Returns:
+      [N] bool.
+    """
+    parts = [(x.abs() < LARGEST).all(-1) for x in observation if x.shape[-1]]
+    return torch.stack([reward.abs() < LARGEST, *parts]).all(0)
 
 
 def averages(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:

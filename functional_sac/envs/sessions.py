@@ -13,6 +13,7 @@ import gymnasium
 import numpy as np
 from PIL import Image
 
+from functional_sac.envs.env import LARGEST
 from functional_sac.envs.host import RenderError, Steps, seed
 from functional_sac.envs.spaces import Actions, Observations
 
@@ -196,7 +197,7 @@ class _Tally:
 
 
 def _finite(observation: np.ndarray, reward: np.ndarray) -> np.ndarray:
-    return np.isfinite(observation).all(-1) & np.isfinite(_float32(reward))
+    return (np.abs(observation) < LARGEST).all(-1) & (np.abs(_float32(reward)) < LARGEST)
 
 
 def _float32(values: np.ndarray) -> np.ndarray:

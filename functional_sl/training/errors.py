@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class UpdateError(RuntimeError):
-    """An update had no valid item on any rank, or a loss or gradient that is not finite."""
+    """An update had no valid item on any rank, or a loss or gradient that is not finite, or a gradient too large."""

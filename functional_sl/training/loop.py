@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from functional_sl import tree
+from functional_sl import tree, wire
 from functional_sl.parallel.world import broadcast, gather, guard, stop_requested
 from functional_sl.run import signals
 from functional_sl.run.progress import Progress
@@ -168,14 +168,11 @@ class _Loop:
         if skipped == self._skipped:
             return
         self._skipped = skipped
-        error, found = None, int(state.own.nonfinite_at)
-        if found >= 0:
-            error = UpdateError(f"the loss or a gradient was not finite in update {found}")
+        found = int(state.own.nonfinite_at)
         with guard(self._run.world, where):
-            if error is not None:
-                raise error
-        if not state.scale:
-            raise UpdateError(f"{where}: the gradients of all ranks are finite, but their sum is not")
+            if found >= 0:
+                limit = f"{wire.limit(torch.float32):.1e}"
+                raise UpdateError(f"the loss was not finite, or a gradient was not below {limit}, in update {found}")
 
     def _write_down(self, todo: Due) -> None:
         record, rates = self._measure() if todo.record else ({}, {})

@@ -35,7 +35,7 @@ class Own(NamedTuple):
     cursor: Tensor  # () int64, draws taken from the stream
     items: Tensor  # () int64, its valid items since the last record, of updates that were not skipped
     sums: dict[str, Tensor]  # () float64, its sums over those items
-    nonfinite_at: Tensor  # () int64, first update in which its loss or gradient was not finite, or -1
+    nonfinite_at: Tensor  # () int64, first update in which its loss or gradient raised the sentinel, or -1
 
 
 class TrainState(NamedTuple):

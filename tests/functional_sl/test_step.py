@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -399,8 +398,6 @@ def test_a_gradient_may_leave_in_parts(where: str | None, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("wire_dtype", ["float32", "bfloat16"])
 def test_the_gradient_is_what_the_update_takes(wire_dtype: str) -> None:
-    """The largest float32 would be rounded to infinity on a BF16 wire: that closes the gate."""
-
     def gradient(params, stats, x, send):
         return x, x.sum(), Aux(stats, {})
 
@@ -409,8 +406,27 @@ def test_the_gradient_is_what_the_update_takes(wire_dtype: str) -> None:
     found, ok, _ = step.gradient(state, x)
     assert ok
     assert_bits_equal(step.update(state, x)[0].params, -found.float())
-    _, ok, aux = step.gradient(state, x.index_fill(0, torch.tensor([3]), torch.finfo(torch.float32).max))
-    assert (ok.item(), aux.sentinel.item()) == ((True, 0.0) if wire_dtype == "float32" else (False, 1.0))
+    _, ok, aux = step.gradient(state, x.index_fill(0, torch.tensor([3]), 2.0**48))
+    assert (ok.item(), aux.sentinel.item()) == (False, 1.0)
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_adam_keeps_no_infinite_square(written: bool) -> None:
+    """The square of 2^64 is no float32, and the mean of squares would never come back from it."""
+
+    def gradient(params, stats, x, send):
+        return x, x.sum(), Aux(stats, {})
+
+    def dot(w: Tensor, stats: tuple, x: Tensor) -> tuple[Tensor, Aux]:
+        return w @ x, Aux(stats, {})
+
+    step = make_step(dot, optim.adam(0.1), gradient=gradient if written else None)
+    state = step.init(torch.zeros(3))
+    for number, is_open in [(2.0**64, False), (0.999 * 2.0**48, True), (-torch.finfo(torch.float32).max, False)]:
+        state, ok, _ = step.update(state, torch.tensor([1.0, number, 1.0]))
+        assert ok.item() is is_open
+        assert all(leaf.isfinite().all() for leaf in (state.params, state.opt.mu, state.opt.nu))
+    assert state.opt.nu[1] > 0
 
 
 def test_only_a_gradient_that_is_written_out_is_given_away() -> None:
@@ -422,8 +438,8 @@ def test_only_a_gradient_that_is_written_out_is_given_away() -> None:
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("written", [True, False])
 @pytest.mark.parametrize("wire_dtype", ["float32", "bfloat16"])
-def test_what_might_overflow_as_a_sum_closes_every_gate(wire_dtype: str, written: bool, ranks: int) -> None:
-    """Below the limit the mean of one number is taken, of which BF16 rounds a sum; at it nobody takes a step."""
+def test_what_is_too_large_closes_every_gate(wire_dtype: str, written: bool, ranks: int) -> None:
+    """Below the limit the mean is taken, of which BF16 rounds the sum; at it nobody takes a step."""
 
     def gradient(params, stats, x, send):
         return x, 0.0 * x.sum(), Aux(stats, {})
@@ -436,8 +452,7 @@ def test_what_might_overflow_as_a_sum_closes_every_gate(wire_dtype: str, written
         step = make_step(loss, optim.sgd(1.0), across.collectives, wire_dtype=wire_dtype, gradient=how)
         return step.update(step.init(torch.zeros(1024)), x)
 
-    # Both types hold less than 2^128.
-    limit, ordinary = 2.0 ** (127 - math.ceil(math.log2(ranks))), torch.ones(1024)
+    limit, ordinary = 2.0**48, torch.ones(1024)
     last = 0.99609375 * limit  # the last BF16 below it
     with contextlib.closing(Lockstep(ranks)) as across:
         for number, one_rank, is_open in [(last, False, True), (limit, False, False), (-limit, True, False)]:

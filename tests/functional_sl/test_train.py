@@ -265,7 +265,7 @@ def bad(**parts: Any) -> Any:
         (
             {"loss": lambda p, b, batch, key: (p.w1.sum() * float("nan"), Aux(b, {}))},
             UpdateError,
-            "not finite in update 1",
+            r"the loss was not finite, or a gradient was not below 2\.8e\+14, in update 1",
         ),
         ({"evaluate": lambda p, b: {"loss": 1.0}}, ValueError, "evaluate gives loss, which validate has"),
     ],

@@ -112,33 +112,28 @@ def test_sentinel_marks_a_loss_or_a_gradient_that_is_not_finite(bad):
     assert wire.sentinel(torch.tensor(2.0), torch.tensor([1.0, bad])).item() == 1.0
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 8, 100])
-def test_as_many_numbers_below_the_limit_as_ranks_have_a_finite_sum(dtype, ranks):
-    """Added one by one and rounded every time; of twice the limit they have none."""
-    limit = wire.limit(wire.layout({"w": torch.zeros(2, dtype=dtype)}), ranks)
-    if ranks == 1:
-        assert limit == float("inf")
-        return
+@pytest.mark.parametrize(
+    ("dtype", "exponent", "squares"),
+    [(torch.float32, 48, 31), (torch.bfloat16, 48, 31), (torch.float64, 496, 31), (torch.float16, 9, None)],
+)
+def test_sums_of_numbers_below_the_limit_are_finite(dtype, exponent, squares):
+    """Of 100 ranks, added one by one and rounded every time; and of 2^31 squares."""
+    limit = wire.limit(dtype)
     number = torch.tensor(limit, dtype=dtype)
-    assert number.item() == limit
-    total, twice = number.clone(), 2 * number
-    for _ in range(ranks - 1):
-        total, twice = total + number, twice + 2 * number
+    assert number.item() == limit == 2.0**exponent
+    total = number.clone()
+    for _ in range(99):
+        total = total + number
     assert total.isfinite()
-    assert ranks & (ranks - 1) or not twice.isfinite()
+    if squares:
+        assert (number.square() * 2.0**squares).isfinite()
+        assert not (number.square() * 2.0**33).isfinite()
 
 
-def test_one_rank_has_a_limit_where_it_rounds():
-    layout = wire.layout({"w": torch.zeros(1024)}, "bfloat16")
-    assert wire.limit(layout, 1) == 2.0**127 < torch.finfo(torch.bfloat16).max
-    assert wire.limit(layout, 2) == wire.limit(wire.layout({"w": torch.zeros(1024)}), 2) == 2.0**126
-
-
-@pytest.mark.parametrize(("number", "raised"), [(2.0**20, 1.0), (-(2.0**20), 1.0), (2.0**20 - 1, 0.0)])
+@pytest.mark.parametrize(("number", "raised"), [(2.0**48, 1.0), (-(2.0**48), 1.0), (2.0**48 - 2.0**24, 0.0)])
 def test_sentinel_marks_a_gradient_that_is_too_large(number, raised):
     given = group()._replace(w=torch.tensor([[0.0, number]]))
-    assert wire.sentinel(torch.tensor(2.0**30), given, 2.0**20).item() == raised
+    assert wire.sentinel(torch.tensor(2.0**60), given).item() == raised
 
 
 def round_trip(gradients: Group, loss: Tensor) -> tuple[Tensor, list[Tensor]]:

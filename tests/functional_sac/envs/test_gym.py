@@ -167,7 +167,10 @@ def test_two_lengths_end_at_their_own(make):
     assert [x.item() for x in state.episodes] == [2, 10.0, 10]
 
 
-BAD = [("observation", np.nan), ("observation", -np.inf), ("reward", np.nan), ("reward", np.inf)]
+BAD = [
+    *(("observation", value) for value in (np.nan, -np.inf, 2.0**48)),
+    *(("reward", value) for value in (np.nan, np.inf, -1e25)),
+]
 
 
 @pytest.mark.parametrize("n_step", [1, 3])
