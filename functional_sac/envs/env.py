@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from functional_sac.transition import Observation
-from functional_sl import keys, tree
+from functional_sl import keys, tree, wire
 
 Physics = Any  # a NamedTuple of tensors with a leading axis [N]
-LARGEST = 2.0**48  # of an environment's numbers; statistics sum squares, which must stay finite
+LARGEST = wire.limit(torch.float32)  # of an environment's numbers; statistics sum their squares too
 
 
 @dataclasses.dataclass(frozen=True)
