@@ -65,18 +65,21 @@ class Settings:
     draw: str | None = cli.option(None, "Train nothing: draw the returns in this folder.")
     official: str = cli.option(str(OFFICIAL), "Published curves: a CSV file of task, env_step, mean and std.")
 
+    def __post_init__(self) -> None:
+        """Raises ValueError for a negative number."""
+        for name in ("seeds", "seeds_per_process", "env_steps", "workers", "evaluators"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)}: must not be negative")
+
 
 def jobs(settings: Settings) -> list[Job]:
     """Returns the runs that the flags ask for.
 
     Raises:
-      ValueError: for a negative number, or a setting that cannot be meant.
+      ValueError: for a setting that cannot be meant.
     """
     from experiments.trial import Job  # torch takes seconds, which `--help` need not wait for
 
-    for name in ("seeds", "seeds_per_process", "env_steps", "workers", "evaluators"):
-        if getattr(settings, name) < 0:
-            raise ValueError(f"{name}={getattr(settings, name)}: must not be negative")
     tasks = [name for name in settings.tasks.split(",") if name] or list(TASKS[:1] if settings.wire else TASKS)
     ranks = 2 if settings.wire else 1
     # A CPU has no TF32.

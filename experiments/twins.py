@@ -21,7 +21,7 @@ class Twin(NamedTuple):
     module: Callable[[Any, Tree, Tree], nn.Module]  # (settings, parameters, buffers) -> copies; called, the mean loss
     inputs: Callable[[Any, Tree, Tensor | None], tuple[Tensor, ...]]  # (settings, batch, key of the loss) -> arguments
     draw: Callable[[Any, Tree, int], Tree]  # (settings, data, batch size) -> batch
-    compile: Callable[[nn.Module], nn.Module] = torch.compile
+    compile: Callable[[nn.Module], nn.Module] = torch.compile  # of the module, or of that in DistributedDataParallel
 
 
 # Name of a recipe -> where its twin stands.

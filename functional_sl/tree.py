@@ -108,11 +108,6 @@ def norm(tree: Tree) -> Tensor:
     return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(x) for x in flat]))
 
 
-def all_finite(tree: Tree) -> Tensor:
-    """Returns a 0-d bool: no leaf holds NaN or infinity. Zero times such a number is NaN, which a sum keeps."""
-    return torch.stack([(x * 0).sum() == 0 for x in leaves(tree)]).all()
-
-
 def stack(trees: list[Tree]) -> Tree:
     """Stacks trees of one structure along a new leading axis."""
     return map(lambda *xs: torch.stack(xs), *trees)

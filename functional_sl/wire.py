@@ -89,7 +89,7 @@ def layout(template: Tree, wire_dtype: str = "float32") -> Layout:
 
 
 def part(layout: Layout, first: int, last: int) -> Layout:
-    """Returns the layout of a group's leaves from `first` up to `last`."""
+    """Returns the layout of a group's leaves from `first` up to `last`; they travel in the type of the whole group."""
     return dataclasses.replace(layout, names=layout.names[first:last], shapes=layout.shapes[first:last])
 
 

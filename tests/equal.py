@@ -15,6 +15,11 @@ def assert_bits_equal(actual: Any, expected: Any) -> None:
     chex.assert_trees_all_equal_comparator(tree.bits_equal, _describe, actual, expected)
 
 
+def all_finite(values: Any) -> bool:
+    """Tells whether no leaf of a tree holds NaN or infinity."""
+    return all(bool(leaf.isfinite().all()) for leaf in tree.leaves(values))
+
+
 def _describe(actual: Tensor, expected: Tensor) -> str:
     if actual.dtype != expected.dtype or actual.shape != expected.shape:
         sides = (f"{x.dtype} {tuple(x.shape)}" for x in (actual, expected))

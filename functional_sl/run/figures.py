@@ -97,9 +97,7 @@ def learning_curve(
     _write(axes.set_ylabel, ylabel, 40)
     shown = [(line, s.label) for line, s in zip(drawn, series, strict=True) if line]
     if len(series) > 1 and shown:
-        legend = axes.legend(*zip(*shown, strict=True), frameon=False, fontsize=9, loc="best")
-        for text in legend.get_texts():
-            text.set_parse_math(False)
+        _explain(axes, shown, fontsize=9, loc="best")
     _save(figure, path)
 
 
@@ -149,10 +147,7 @@ def panels(path: str | os.PathLike[str], titled: Mapping[str, Sequence[Series]],
         if i + columns >= len(titled):
             _write(axes.set_xlabel, xlabel, 38, fontsize=8.5)
     if labels and lines:
-        shown = [label for label in labels if label in lines]
-        legend = figure.legend([lines[x] for x in shown], shown, loc="outside lower left", frameon=False, fontsize=8.5)
-        for text in legend.get_texts():
-            text.set_parse_math(False)
+        _explain(figure, [(lines[x], x) for x in labels if x in lines], fontsize=8.5, loc="outside lower left")
     _save(figure, path)
 
 
@@ -219,6 +214,13 @@ def _format_ticks(axis: Axis) -> None:
 
 def _minus(number: str) -> str:
     return number.replace("-", "\N{MINUS SIGN}")
+
+
+def _explain(owner: Axes | Figure, shown: Sequence[tuple[Any, str]], **style: Any) -> None:
+    """Adds a legend of lines and their labels."""
+    legend = owner.legend(*zip(*shown, strict=True), frameon=False, **style)
+    for text in legend.get_texts():
+        text.set_parse_math(False)
 
 
 def _write(setter: Any, text: str, width: int, **style: Any) -> None:

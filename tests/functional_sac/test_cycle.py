@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from equal import assert_bits_equal
+from equal import all_finite, assert_bits_equal
 from torch import Tensor
 
 from functional_sac import cycle, replay, reward_scale
@@ -236,7 +236,7 @@ def test_bad_rows_close_the_gates(column: str) -> None:
     assert {"actor", "critic", "target", "temperature"} <= moved(after, healed)
     assert all(value.isfinite() for value in metrics.values())
     assert [int(x) for x in healed.critic.gate] == [2, 0]
-    assert tree.all_finite(healed)
+    assert all_finite(healed)
 
 
 def test_a_float16_overflow_halves_the_scale_and_moves_nothing() -> None:
@@ -277,7 +277,7 @@ def test_counters_keep_counting(start: int) -> None:
     assert after.critic.gate.skipped == start
     assert learn.rate(after.updates) == pytest.approx(1.5e-4)
     assert {"critic", "actor"} <= moved(s, after)
-    assert tree.all_finite(after)
+    assert all_finite(after)
 
 
 def test_pure_and_apart() -> None:

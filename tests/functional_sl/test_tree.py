@@ -88,17 +88,6 @@ def test_where_takes_one_side_whole(condition: bool) -> None:
     assert chosen["s"] is shared
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_all_finite(dtype: torch.dtype, bad: float) -> None:
-    leaves = {"w": torch.full((3, 2), torch.finfo(dtype).max, dtype=dtype), "n": torch.tensor(2**62), "e": arange(0)}
-    assert tree.all_finite(leaves)
-    leaves["w"][2, 1] = bad
-    assert not tree.all_finite(leaves)
-    # Of two infinities that would cancel in a sum.
-    assert not tree.all_finite(torch.tensor([bad, 1.0, -bad]))
-
-
 def test_clone_is_contiguous_and_apart() -> None:
     buffer = arange(3, 4)
     source = {"t": buffer.T, "e": arange(1).expand(5), "v": buffer[0]}

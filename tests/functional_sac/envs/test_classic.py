@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from equal import all_finite
 from torch import Tensor
 from torch.func import jacrev
 
@@ -173,7 +174,7 @@ def test_a_task_keeps_its_spec(name: str) -> None:
         assert observation.actor.shape == (30, 5, spec.actor_dim)
         assert observation.critic.shape == (30, 5, spec.critic_dim)
     assert {x.dtype for x in (*steps.observation, *steps.final_observation, steps.reward)} == {torch.float32}
-    assert tree.all_finite((state, steps))
+    assert all_finite((state, steps))
     low, high = (-(math.pi**2 + 0.1 * 8.0**2 + 0.001 * 2.0**2) - 1e-4, 0.0) if name == "pendulum" else (0.0, 1.0)
     assert ((steps.reward >= low) & (steps.reward <= high)).all()
     pictures = [env.render(state, i) for i in (0, 1)]

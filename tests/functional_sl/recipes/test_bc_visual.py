@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import tiny_pixels
 import torch
-from equal import assert_bits_equal
+from equal import all_finite, assert_bits_equal
 from torch import Tensor
 
 from functional_sl import bundle, keys, optim, recipe, step, tree
@@ -78,7 +78,7 @@ def test_what_is_padded_changes_no_bit(tmp_path: pathlib.Path, loss: str) -> Non
     own = torch.where(none.valid.any(1)[:, None, None], batch.observation.proprioception, torch.nan)
     lost = none._replace(observation=batch.observation._replace(proprioception=own))
     assert_bits_equal(graded(0.0, lost), graded(0.0, none))
-    assert tree.all_finite(graded(0.0, lost))
+    assert all_finite(graded(0.0, lost))
     nothing = batch._replace(valid=torch.zeros_like(batch.valid))
     assert int(made.count(nothing)) == 0
     assert all(bool((leaf == 0).all()) for leaf in tree.leaves(graded(torch.nan, nothing)[0]))
