@@ -85,7 +85,7 @@ def evaluate(
     """Plays `episodes` environments for one episode each with `tanh(mean)`.
 
     The episodes' starts depend on `key` alone, so two policies meet the same ones. An episode ends too with the first
-    number that is not `finite`, and its return is NaN then.
+    number that is not `finite`, and its return is not finite then.
 
     Args:
       env: an environment; of one on the host, simulations of their own are opened and closed.
@@ -107,9 +107,10 @@ def evaluate(
         action = acting.deterministic(play.params, play.stats, play.observation.actor, dtype)
         state, step = env.step(play.state, action)
         broken = ~finite(step.final_observation, step.reward)
+        unsound = broken & step.episode_return.isfinite()  # an infinite one says what it is
         ends, last = play.running & (step.terminated | step.truncated | broken), play.result
         result = Result(
-            returns=torch.where(ends, torch.where(broken, torch.nan, step.episode_return), last.returns),
+            returns=torch.where(ends, torch.where(unsound, torch.nan, step.episode_return), last.returns),
             lengths=torch.where(ends, step.episode_length, last.lengths),
             terminated=torch.where(ends, step.terminated, last.terminated),
         )
