@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import itertools
 import multiprocessing
 import statistics
 import time
@@ -24,7 +25,8 @@ import torch
 
 from experiments import bench_learner, learner_sides, timing
 from experiments.learner_agreement import transitions
-from functional_sl.run import cli
+from functional_sl.run import cli, figures
+from functional_sl.run.figures import Series
 
 FAMILIES = {
     "batch": (512, 1024, 2048, 4096, 8192, 16384),
@@ -33,7 +35,8 @@ FAMILIES = {
     "seeds": (1, 4, 16, 64),
     "processes": (1, 4, 16),
 }
-LEARNERS = ("seeds", "processes")  # families of several learners of the small size
+# Families of several learners of the small size, and what legends add.
+LEARNERS = {"seeds": ", as one graph", "processes": ", a process each"}
 PATIENCE_S = 600.0  # until all processes are ready
 COLUMNS = ("family", "value", "compute_dtype", "ms_per_cycle", "updates_per_s", "ready_s", "compiled", "device")
 
@@ -154,32 +157,21 @@ def append(path: Path, row: dict[str, Any]) -> None:
 
 def draw(rows: list[dict[str, str]], path: str) -> None:
     """Draws a panel for each family: milliseconds a cycle, or updates a second of all learners together."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import LogLocator, NullFormatter
-
-    families = [name for name in FAMILIES if any(row["family"] == name for row in rows)]
-    figure = Figure(figsize=(3.2 * len(families), 2.8), layout="constrained")
-    for axes, family in zip(figure.subplots(1, len(families), squeeze=False)[0], families, strict=True):
-        field = "updates_per_s" if family in LEARNERS else "ms_per_cycle"
-        for precision in learner_sides.PRECISIONS:
-            # A point that was measured again counts as it was last.
-            points = {
-                int(row["value"]): float(row[field])
-                for row in rows
-                if (row["family"], row["compute_dtype"]) == (family, precision)
-            }
-            if points:
-                axes.plot(*zip(*sorted(points.items()), strict=True), marker="o", label=precision)
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter("{x:g}")
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_minor_formatter(NullFormatter())
-        axes.set_xlabel(family)
-        axes.set_ylabel(field.replace("_per_", " / "))
-        axes.legend(fontsize=7)
-    figure.savefig(path, dpi=120)
+    panels: dict[str, list[Series]] = {}
+    for family, precision in itertools.product(FAMILIES, learner_sides.PRECISIONS):
+        together = family in LEARNERS
+        field = "updates_per_s" if together else "ms_per_cycle"
+        # A point that was measured again counts as it was last.
+        points = {
+            int(row["value"]): float(row[field])
+            for row in rows
+            if (row["family"], row["compute_dtype"]) == (family, precision)
+        }
+        if points:
+            title = "updates/s over learners side by side" if together else f"ms a cycle over {family}"
+            label = f"{precision}{LEARNERS.get(family, '')}"
+            panels.setdefault(title, []).append(Series(label, *zip(*sorted(points.items()), strict=True)))
+    figures.panels(path, panels, xlabel="", logarithmic=True)
 
 
 def main() -> None:

@@ -143,7 +143,7 @@ def draw(folder: Path, points: Sequence[Point], published: Mapping[str, Sequence
         ours = {variant: seeds for (name, variant), seeds in found.items() if name == task}
         series = [
             figures.band(
-                f"{variant}: mean and range of {len(seeds)} seeds", [_columns(curve) for curve in seeds.values()]
+                f"here, {variant}: mean and range of {len(seeds)} seeds", [_columns(curve) for curve in seeds.values()]
             )
             for variant, seeds in ours.items()
         ]

@@ -124,30 +124,36 @@ def metrics_grid(
     panels(path, found, xlabel=x)
 
 
-def panels(path: str | os.PathLike[str], titled: Mapping[str, Sequence[Series]], *, xlabel: str) -> None:
+def panels(
+    path: str | os.PathLike[str], titled: Mapping[str, Sequence[Series]], *, xlabel: str, logarithmic: bool = False
+) -> None:
     """Draws small multiples into a PNG file; curves of one label have one colour, which a common legend explains.
 
     Args:
       path: the file; it is replaced as a whole or not at all.
       titled: the curves of each panel by its title, in reading order.
       xlabel: the quantity on all horizontal axes.
+      logarithmic: whether both axes are, the horizontal ones in powers of two.
     """
-    columns = min(3, len(titled))
+    columns = 2 if len(titled) == 4 else min(3, len(titled))
     rows = math.ceil(len(titled) / columns)
     compared = any(len(series) > 1 for series in titled.values())
     labels = list(dict.fromkeys(s.label for series in titled.values() for s in series)) if compared else []
-    figure, lines = _figure(3.3 * columns, 2.3 * rows + 0.25 * len(labels)), {}
+    figure, lines = _figure(3.3 * columns, 2.3 * rows + 0.25 * math.ceil(len(labels) / columns)), {}
     for i, (title, series) in enumerate(titled.items()):
         axes = figure.add_subplot(rows, columns, i + 1)
         drawn = [_draw(axes, s, COLORS[labels.index(s.label) % len(COLORS)] if labels else COLORS[0]) for s in series]
         lines.update({s.label: line for s, line in zip(series, drawn, strict=True) if line})
         _dress(axes, any(drawn))
+        if logarithmic:
+            _scale(axes)
         _write(axes.set_title, title, 38, fontsize=9.5, loc="left")
         axes.tick_params(labelsize=8)
         if i + columns >= len(titled):
             _write(axes.set_xlabel, xlabel, 38, fontsize=8.5)
     if labels and lines:
-        _explain(figure, [(lines[x], x) for x in labels if x in lines], fontsize=8.5, loc="outside lower left")
+        shown = [(lines[x], x) for x in labels if x in lines]
+        _explain(figure, shown, fontsize=8.5, loc="outside lower left", ncols=columns)
     _save(figure, path)
 
 
@@ -198,6 +204,17 @@ def _dress(axes: Axes, has_data: bool) -> None:
     if not has_data:
         axes.set(xticks=[], yticks=[])
         axes.text(0.5, 0.3, "no data", color="0.5", ha="center", va="center", transform=axes.transAxes)
+
+
+def _scale(axes: Axes) -> None:
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter("{x:,g}")
+        axis.set_minor_formatter(NullFormatter())
 
 
 def _format_ticks(axis: Axis) -> None:
