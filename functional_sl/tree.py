@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import optree
@@ -113,6 +113,11 @@ def stack(trees: list[Tree]) -> Tree:
     return map(lambda *xs: torch.stack(xs), *trees)
 
 
+def concatenate(trees: Iterable[Tree], axis: int = 0) -> Tree:
+    """Joins trees of one structure along an axis that every leaf has."""
+    return map(lambda *xs: torch.cat(xs, axis), *trees)
+
+
 def index(tree: Tree, i: int) -> Tree:
     """Returns entry `i` of every leaf's leading axis (the inverse of `stack`)."""
     return map(lambda x: x[i], tree)
@@ -146,11 +151,14 @@ def bits_equal(a: Tree, b: Tree) -> bool:
 
 
 def digest(tree: Tree) -> str:
-    """Returns the SHA-256 of the names, dtypes, shapes and bits of all leaves, in hexadecimal."""
+    """Returns the SHA-256 of the names, dtypes, shapes and bits of all leaves, in hexadecimal.
+
+    Contiguous leaves on the CPU, such as a data set, are not copied.
+    """
     sha = hashlib.sha256()
     for name, leaf in named(tree).items():
         sha.update(f"{name} {leaf.dtype} {tuple(leaf.shape)}\n".encode())
-        sha.update(_bits(leaf).numpy().tobytes())
+        sha.update(memoryview(_bits(leaf).numpy()))
     return sha.hexdigest()
 
 

@@ -46,7 +46,7 @@ SL = {
     "recipes": "bundle data keys models recipe run sources step tree",
     "inspection": "run sources",
     "data": "keys tree",
-    "training": "capture data gate keys loss_scale optim parallel recipe run schedules step tree wire",
+    "training": "capture gate keys loss_scale optim parallel recipe run schedules step tree wire",
     "train": "parallel run training",
     "export": "keys programs run training",
 }

@@ -147,7 +147,7 @@ def transitions(robot: Robot, convention: Convention, data: Trajectories) -> Tra
         inputs = nerd.features(convention, now, actuation, *_contacts(robot, now, ground), _down(now))
         targets = nerd.relative(convention, nerd.to_frame(convention, now, now), nerd.to_frame(convention, after, now))
         parts.append(Transitions(inputs.to(torch.float32), targets.to(torch.float32)))
-    return tree.map(lambda *xs: torch.cat(xs), *parts)
+    return tree.concatenate(parts)
 
 
 def fit(data: Transitions) -> Statistics:

@@ -153,7 +153,7 @@ def clips(config: RigidFormer, scenes: Scenes) -> Clips:
             parts.append(
                 rigid_clips.at(scenes, torch.arange(len(full)), full, torch.full_like(full, step), config.clip)
             )
-    return tree.map(lambda *xs: torch.cat(xs), *parts)
+    return tree.concatenate(parts)
 
 
 def loss(a: Architecture, params: Parameters, buffers: tuple, batch: Clips, key: Tensor) -> tuple[Tensor, Aux]:
