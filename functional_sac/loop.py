@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import time
 from collections.abc import Iterator
@@ -47,7 +46,7 @@ def train(config: TrainConfig, given: frozenset[str] = frozenset()) -> dict[str,
 def _progress(run: Run) -> Iterator[Progress]:
     with contextlib.ExitStack() as stack:
         stream = None if run.ranks.writes else stack.enter_context(open(os.devnull, "w"))
-        yield stack.enter_context(Progress(run.config.env_steps, "steps", stream, initial=run.start.env_steps))
+        yield stack.enter_context(Progress(run.config.env_steps, "steps", stream, initial=run.start.clock.env_steps))
 
 
 class _Loop:
@@ -61,8 +60,7 @@ class _Loop:
         self._run, self._config = run, run.config
         self._states, self._ranks = run.states, run.ranks
         self._begun: set[tuple[bool, int | None]] = set()  # kinds of iteration that have run, hence are compiled
-        self._env_steps, self._updates, self._vector_steps = run.start[:3]
-        self._idle = 0  # steps in which an environment only began an episode
+        self._clock = run.start.clock
         self._evaluation: dict[str, Any] = {}
         self._begin = self._mark = self._now()
         self._blocked = 0  # updates that the critics' gate has skipped in a row, by the last record
@@ -83,24 +81,19 @@ class _Loop:
     def advance(self, stop: signals.Stop, progress: Progress) -> None:
         """Takes one vector step, learns, and writes down what is due."""
         config = self._config
-        inserted = self._vector_steps - math.ceil(self._idle / config.num_envs)
-        turn = plan.turn(config, inserted, learned=self._updates > 0)
-        phase = self._updates // config.updates_per_step % self._run.learner.phases if turn.learn else None
-        idle = self._iterate(turn.random, phase)
-        self._updates += config.updates_per_step if turn.learn else 0
-        before, together = self._env_steps, config.num_envs * self._ranks.size
-        self._env_steps += together - idle
-        self._vector_steps += 1
-        self._idle += idle
-        self._finished = self._env_steps >= config.env_steps
+        random, phase = plan.iteration(config, self._clock, self._run.learner.phases)
+        idle, before = self._iterate(random, phase), self._clock
+        self._clock = plan.tick(config, before, learned=phase is not None, idle=idle, ranks=self._ranks.size)
+        env_steps = self._clock.env_steps
+        self._finished = env_steps >= config.env_steps
         self.stopped = "" if self._finished else self._stop(stop)
-        self._write_down(plan.due(config, before, self._env_steps, self._finished), progress)
+        self._write_down(plan.due(config, before.env_steps, env_steps, self._finished), progress)
         self._warn(progress)
-        self._run.watchdog.completed(self._env_steps // together)
+        self._run.watchdog.completed(env_steps // (config.num_envs * self._ranks.size))
         shown = {"return": self._evaluation.get("eval_return_mean")}
-        if self._updates and self._mark.env_steps == self._env_steps:
+        if self._clock.updates and self._mark.env_steps == env_steps:
             shown["loss"] = float(self._states[0].metrics["critic_loss"].mean())
-        progress.update(self._env_steps, **shown)
+        progress.update(env_steps, **shown)
 
     def _warn(self, progress: Progress) -> None:
         """Says, once a record, that nothing is being learned, or that steps were refused."""
@@ -145,8 +138,8 @@ class _Loop:
         return {
             "run_dir": str(self._run.run_dir),
             "task": self._config.task,
-            "env_steps": self._env_steps,
-            "updates": self._updates,
+            "env_steps": self._clock.env_steps,
+            "updates": self._clock.updates,
             "eval_return_mean": self._evaluation.get("eval_return_mean"),
             "eval_return_std": self._evaluation.get("eval_return_std"),
             "seconds": round(self._run.log.elapsed_s, 1),
@@ -163,7 +156,7 @@ class _Loop:
         # A stop adds nothing but a snapshot, so that the resumed run writes the same records as an unbroken one.
         if due.snapshot or self.stopped:
             with self._run.watchdog.busy("snapshot"):
-                opening.save(self._run, self._states, self._env_steps, self._score() if due.evaluate else None)
+                opening.save(self._run, self._states, self._clock.env_steps, self._score() if due.evaluate else None)
         if due.evaluate or self._finished:
             with self._edge("pictures") as writes:
                 if writes:
@@ -205,20 +198,20 @@ class _Loop:
         )
         self._blocked = learned.get("skipped_critic_in_a_row", 0)
         taken = {"refused_steps": self._refused, **reporting.episodes(totals)}
-        record = {"updates": self._updates, **learned, **taken, **measured, **evaluation}
+        record = {"updates": self._clock.updates, **learned, **taken, **measured, **evaluation}
         self._overflowed |= {name for name in ("contacts", "constraints") if measured.get(f"over_{name}", 0.0) > 0.0}
         now = self._now()
         rates = reporting.rates(self._mark, now, self._config.num_seeds)
         self._mark = now
         with self._edge("records") as writes:
             if writes:
-                self._run.log.write(self._env_steps, record, rates)
-                self._run.board.write(self._env_steps, record | rates)
+                self._run.log.write(self._clock.env_steps, record, rates)
+                self._run.board.write(self._clock.env_steps, record | rates)
 
     def _gather(self) -> tuple[dict[str, Any], Episodes, int]:
         """Returns what all ranks have learned, and their totals of episodes and of refused steps."""
         fixed = (self._run.learner.rate, self._config.return_bound)
-        learned = [reporting.learning(state, *fixed) if self._updates else {} for state in self._states]
+        learned = [reporting.learning(state, *fixed) if self._clock.updates else {} for state in self._states]
         totals = [[x.sum().item() for x in (*state.episodes, state.refused)] for state in self._states]
         found = self._ranks.gather([*zip(learned, totals, strict=True)])
         *columns, refused = zip(*(numbers for _, numbers in found), strict=True)
@@ -267,4 +260,4 @@ class _Loop:
         return getattr(torch, self._config.compute_dtype)
 
     def _now(self) -> Mark:
-        return Mark(time.monotonic(), self._env_steps, self._updates)
+        return Mark(time.monotonic(), self._clock.env_steps, self._clock.updates)
