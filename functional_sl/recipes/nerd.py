@@ -23,7 +23,7 @@ from functional_sl.models.articulation import ROBOTS, Robot
 from functional_sl.models.nerd import Convention, Statistics
 from functional_sl.models.transformer import Architecture, Parameters
 from functional_sl.recipe import Recipe
-from functional_sl.run import figures, files
+from functional_sl.run import checks, figures, files
 from functional_sl.run.cli import option
 from functional_sl.sources import nerd_data
 from functional_sl.sources.nerd_data import Trajectories
@@ -69,11 +69,7 @@ class NeRD:
 
     def __post_init__(self) -> None:
         """Raises ValueError for the first setting, or pair of settings, that cannot be meant."""
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            numbers = value if isinstance(value, tuple) else (value,)
-            if field.name != "data_seed" and any(isinstance(n, int) and n < 1 for n in numbers):
-                raise ValueError(f"{field.name}={value}: must be positive")
+        checks.integers(self, but=("data_seed",))
         for small, large in (("history", "steps"), ("history", "context")):
             if getattr(self, small) > getattr(self, large):
                 raise ValueError(f"{small}={self.__dict__[small]}: must not exceed {large}={self.__dict__[large]}")

@@ -281,8 +281,8 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
         ({"history": 6}, "history=6: must not exceed context=5"),
         ({"heads": 3}, "width=8: must be a multiple of heads=3"),
         ({"robot": "ant"}, "source=analytic: ant needs --source=mujoco"),
-        ({"trajectories": 0}, "trajectories=0: must be positive"),
-        ({"horizons": (3, 0)}, "horizons=.3, 0.: must be positive"),
+        ({"trajectories": 0}, "trajectories=0: must be at least 1"),
+        ({"horizons": (3, 0)}, "horizons=.3, 0.: must be at least 1"),
         ({"effort": 1.5}, r"effort=1.5: must lie in \[0, 1\]"),
     ],
 )
