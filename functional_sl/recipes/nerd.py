@@ -270,12 +270,7 @@ def _trajectories(config: NeRD, name: str, **drawn: Any) -> tuple[Trajectories, 
         return nerd_data.read(file, robot, asked)
     data = nerd_data.generate(robot, config.source, keys.fold_in(keys.key(config.data_seed), _STREAMS[name]), **drawn)
     if config.path:
-        # Ranks that find none generate the same bytes, and a file appears as a whole.
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            nerd_data.write(file, robot, config.source, data, asked)
-        except OSError as error:
-            raise ValueError(files.explain(error, file, 8 * tree.size(data))) from error
+        files.keep(file, lambda file: nerd_data.write(file, robot, config.source, data, asked), 8 * tree.size(data))
     return data, nerd_data.simulator(config.source)
 
 

@@ -189,12 +189,7 @@ def _scenes(config: RigidFormer, name: str, number: int) -> tuple[Scenes, str]:
     key = keys.fold_in(keys.key(config.data_seed), _STREAMS[name])
     made = rigid_bodies.generate(key, number, ranges(config))
     if config.path:
-        # Ranks that find none generate the same bytes, and a file appears as a whole.
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            rigid_bodies.write(file, made, asked)
-        except OSError as error:
-            raise ValueError(files.explain(error, file, 8 * tree.size(made))) from error
+        files.keep(file, lambda file: rigid_bodies.write(file, made, asked), 8 * tree.size(made))
     return made, rigid_bodies.conventions()["simulator"]
 
 

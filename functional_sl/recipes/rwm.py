@@ -360,12 +360,7 @@ def _episodes(config: RWM) -> Episodes:
         return quadruped.read(file, drawn)
     made = quadruped.generate(**drawn)
     if config.path:
-        # Ranks that find none generate the same bytes, and a file appears as a whole.
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            episodes.write(file, made)
-        except OSError as error:
-            raise ValueError(files.explain(error, file, 4 * tree.size(dict(made.values)))) from error
+        files.keep(file, lambda file: episodes.write(file, made), 4 * tree.size(dict(made.values)))
     return made
 
 
