@@ -44,10 +44,7 @@ def restore(states: States, config: TrainConfig, ranks: Replicas, source: Path |
     manifest = read_manifest(source)
     _check_ranks(manifest["parts"], ranks.size, source)
     has_replay = "replay.rank0" in manifest["parts"]
-    like = {"learner": replicas.learner_of(states[0])}
-    for rank, state in zip(ranks.here, states, strict=True):
-        like |= replicas.parts(state, rank, has_replay)
-    loaded, _ = snapshot.restore(source, like)
+    loaded, _ = snapshot.restore(source, replicas.parts(states, ranks.here, has_replay))
     # Every rank gets buffers of its own.
     states = tuple(
         replicas.restored(state, rank, loaded | {"learner": tree.clone(loaded["learner"])})
