@@ -201,12 +201,11 @@ def _writable(name: str, flag: str) -> Path:
 
 
 def _film(policy: Trained, env: Env | HostEnv, key: Tensor, name: str) -> None:
-    stride = max(1, round(1 / (25 * env.spec.control_dt)))
     if env.render is None:
         raise ValueError(f"--video={name}: task {env.spec.task!r} cannot be drawn; leave --video out")
     path = _writable(name, "video")
     try:
-        films.check(path, 1 / (stride * env.spec.control_dt))
+        films.check(path, reporting.pace(env.spec)[1])
         reporting.film(path, env, (policy.params, policy.stats), key, policy.dtype, regions=_regions(policy, env, key))
     except RuntimeError as error:  # no ffmpeg, no graphics, a full disk
         raise ValueError(f"--video={name}: {error}; leave --video out, or name another file") from error
