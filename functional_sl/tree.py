@@ -100,6 +100,11 @@ def where(condition: Tensor, new: Tree, old: Tree) -> Tree:
     return map(lambda a, b: a if a is b else torch.where(condition, a, b), new, old)
 
 
+def where_rows(rows: Tensor, new: Tree, old: Tree) -> Tree:
+    """Selects row by row: of leaves [N, ...], those of `new` where `rows` [N] is true and those of `old` elsewhere."""
+    return map(lambda a, b: torch.where(rows.reshape(rows.shape + (1,) * (b.ndim - 1)), a, b), new, old)
+
+
 def norm(tree: Tree) -> Tensor:
     """Returns the global L2 norm over all leaves as a 0-d tensor."""
     flat = leaves(tree)

@@ -94,6 +94,14 @@ def test_where_takes_one_side_whole(condition: bool) -> None:
     assert chosen["s"] is shared
 
 
+def test_where_rows_takes_each_row_from_one_side() -> None:
+    rows = torch.tensor([True, False])
+    new, old = {"v": arange(2), "m": arange(2, 2)}, {"v": arange(2, start=10), "m": torch.full((2, 2), float("nan"))}
+    chosen = tree.where_rows(rows, new, old)
+    assert chosen["v"].tolist() == [0, 11]
+    assert_bits_equal(chosen["m"], torch.stack([new["m"][0], old["m"][1]]))
+
+
 def test_clone_is_contiguous_and_apart() -> None:
     buffer = arange(3, 4)
     source = {"t": buffer.T, "e": arange(1).expand(5), "v": buffer[0]}
