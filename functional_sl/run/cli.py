@@ -123,7 +123,7 @@ def exit_on_usage_error(program: str) -> Iterator[None]:
     try:
         yield
     except UsageError as error:
-        _emit(sys.stderr, f"{program}: {_one_line(error)}\n")
+        _emit(sys.stderr, f"{program}: {one_line(error)}\n")
         raise SystemExit(2) from None
 
 
@@ -211,7 +211,7 @@ def _tokenize(options: Mapping[str, _Option], argv: Sequence[str]) -> dict[str, 
     except flags.UnrecognizedFlagError as error:
         raise _unknown("unknown flag --", error.flagname, spellings, "--") from None
     except (flags.Error, ValueError) as error:
-        raise UsageError(_one_line(error)) from None
+        raise UsageError(one_line(error)) from None
     if rest:
         hint = "; a boolean takes its value after =" if rest[0] in ("true", "false") else ""
         raise UsageError(f"unexpected argument {rest[0]!r}; options are spelled --name=value{hint}")
@@ -294,7 +294,7 @@ def _read_yaml(options: Mapping[str, _Option], path: str | os.PathLike[str]) -> 
     except OSError as error:
         raise UsageError(f"cannot read {os.fspath(path)!r}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeError) as error:
-        raise UsageError(f"{os.fspath(path)} is no YAML file: {_one_line(error)}") from None
+        raise UsageError(f"{os.fspath(path)} is no YAML file: {one_line(error)}") from None
     if root is not None and not isinstance(root, yaml.MappingNode):
         raise UsageError(f"{os.fspath(path)}: expected lines of `name: value`")
     values: dict[str, Any] = {}
@@ -318,10 +318,11 @@ def _build(config_class: type[Config], values: Mapping[str, Any]) -> Config:
     try:
         return config_class(**values)
     except ValueError as error:
-        raise UsageError(_one_line(error)) from None
+        raise UsageError(one_line(error)) from None
 
 
-def _one_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
+    """Returns what an error says, in one line."""
     return " ".join(str(error).split())
 
 
