@@ -130,7 +130,7 @@ def evaluate(
 
 
 def _steps(env: Env | HostEnv, policy: Act) -> Callable[[Any], tuple[Any, Tensor]]:
-    """Returns one step of one environment: (state, observation) -> (the same after it, [] whether an episode ended)."""
+    """Returns one step of one environment: (state, observation) -> (the same after it, () bool: an episode ended)."""
 
     def advance(pair: tuple[EnvState, Observation]) -> tuple[tuple[EnvState, Observation], Tensor]:
         state, step = env.step(pair[0], policy(pair[1].actor))

@@ -155,8 +155,9 @@ class _Loop:
             self._log(self._evaluation if due.evaluate else {})
         # A stop adds nothing but a snapshot, so that the resumed run writes the same records as an unbroken one.
         if due.snapshot or self.stopped:
+            score = self._evaluation.get("eval_return_mean") if due.evaluate else None
             with self._run.watchdog.busy("snapshot"):
-                opening.save(self._run, self._states, self._clock.env_steps, self._score() if due.evaluate else None)
+                opening.save(self._run, self._states, self._clock.env_steps, score)
         if due.evaluate or self._finished:
             with self._edge("pictures") as writes:
                 if writes:
@@ -184,9 +185,6 @@ class _Loop:
                 progress.write(f"policy.gif shows a sketch of the robot: {env.sketched()}")
         if environment.samples(self._config):
             reporting.draw_tracking(self._run.run_dir / "tracking_error.png", env, *shown, self._regions)
-
-    def _score(self) -> float | None:
-        return self._evaluation.get("eval_return_mean")
 
     def _log(self, evaluation: dict[str, Any]) -> None:
         learned, totals, self._refused = self._gather()

@@ -172,7 +172,7 @@ def batches(data: Transitions, batch_size: int, *, history: int) -> Iterator[Tra
 
 
 def count(batch: Transitions, *, active: int) -> Tensor:
-    """Returns the number of supervised (window, position, channel) triples, [] int64."""
+    """Returns the number of supervised (window, position, channel) triples, () int64."""
     windows, positions = batch.targets.shape[:2]
     return torch.full((), windows * positions * active, dtype=torch.int64, device=batch.targets.device)
 

@@ -226,7 +226,7 @@ def batches(task: Task, frames: Frames, batch_size: int) -> Iterator[Windows]:
 
 
 def count(batch: Windows) -> Tensor:
-    """Returns the number of valid (window, step) pairs over all members' samples, [] int64."""
+    """Returns the number of valid (window, step) pairs over all members' samples, () int64."""
     return (batch.valid.sum(1, dtype=torch.int64)[:, None] * batch.weight).sum()
 
 
