@@ -28,8 +28,6 @@ from functional_sl import capture, keys, streams, tree
 from functional_sl.parallel import collectives
 from functional_sl.step import StepState
 
-EVALUATION_STREAM = 0x5EED  # apart from every stream that training draws from the seed
-
 Policy = tuple[Any, Any]  # parameters and statistics of one actor, leaves are arrays
 
 
@@ -139,7 +137,7 @@ def play(task: str, policy: Policy, seed: int, episodes: int) -> Played:
     """
     torch.set_num_threads(1)
     env, begin = _environment(task), time.monotonic()
-    key = keys.fold_in(keys.key(seed), EVALUATION_STREAM)
+    key = keys.fold_in(keys.key(seed), evaluation.STREAM)
     with torch.no_grad():
         params, stats = tree.map(torch.from_numpy, policy)
         found = evaluation.evaluate(env, params, stats, key, episodes)

@@ -25,7 +25,6 @@ from functional_sl.run import signals
 from functional_sl.run.progress import Progress
 
 BLOCKED_UPDATES = 100
-EVALUATION_STREAM = 0x5EED  # apart from every stream that training draws from the seed
 
 
 def train(config: TrainConfig, given: frozenset[str] = frozenset()) -> dict[str, Any]:
@@ -252,7 +251,7 @@ class _Loop:
 
     def _evaluation_keys(self) -> list[Tensor]:
         seeds = request.seeds(self._config)
-        return [keys.fold_in(keys.key(seed, self._run.device), EVALUATION_STREAM) for seed in seeds]
+        return [keys.fold_in(keys.key(seed, self._run.device), evaluation.STREAM) for seed in seeds]
 
     def _dtype(self) -> torch.dtype:
         return getattr(torch, self._config.compute_dtype)

@@ -17,7 +17,6 @@ from functional_sac.envs import robot
 from functional_sac.envs.env import Env, EnvSpec, EnvState
 from functional_sac.envs.host import HostEnv, HostState
 from functional_sac.evaluation import Regions, Result
-from functional_sac.loop import EVALUATION_STREAM
 from functional_sac.trained import Trained
 from functional_sac.transition import Observation
 from functional_sl import keys, tree
@@ -62,7 +61,7 @@ def play(
     if motion is not None:
         policy = policy._replace(config=dataclasses.replace(policy.config, motion=motion))
     seed = policy.seed if seed is None else seed
-    key = keys.fold_in(keys.key(seed, where), EVALUATION_STREAM)
+    key = keys.fold_in(keys.key(seed, where), evaluation.STREAM)
     torch.set_num_threads(policy.config.threads or torch.get_num_threads())
     with torch.no_grad(), contextlib.closing(trained.environment(policy, where, sim)) as env:
         if video:

@@ -91,7 +91,7 @@ SAC = {
     "train": "config launch loop mps presets | parallel run",
     "policy": "acting networks | tree",
     "trained": "acting config environment envs networks policy tasks | bundle keys run tree",
-    "playing": "environment envs evaluation loop reporting trained transition | keys run tree",
+    "playing": "environment envs evaluation reporting trained transition | keys run tree",
     "play": "playing | run",
     "export": "trained | programs run",
 }
