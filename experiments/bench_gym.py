@@ -60,15 +60,14 @@ def ours(settings: Settings, compile: bool, run_dir: Path) -> tuple[Any, Turn]:
     )  # fmt: skip
     opened = opening.open_run(config)
     run = opened.__enter__()
-    state, taken, updates = run.states[0], 0, 0
+    state, clock = run.states[0], run.start.clock
 
     def turn(steps: int) -> None:
-        nonlocal state, taken, updates
+        nonlocal state, clock
         for _ in range(steps):
-            now = plan.turn(run.config, taken, learned=updates > 0)
-            phase = updates % run.learner.phases if now.learn else None
-            state, _ = run.iterate(state, random=now.random, phase=phase)
-            taken, updates = taken + 1, updates + now.learn
+            random, phase = plan.iteration(run.config, clock, run.learner.phases)
+            state, _ = run.iterate(state, random=random, phase=phase)
+            clock = plan.tick(run.config, clock, learned=phase is not None)
 
     return opened, turn
 

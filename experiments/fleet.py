@@ -21,13 +21,12 @@ from functional_sac.config import TrainConfig
 from functional_sac.cycle import make_learner
 from functional_sac.envs.host import HostEnv
 from functional_sac.iteration import Iteration, TrainState, make_iteration
+from functional_sac.plan import Clock
 from functional_sac.transition import Observation
 from functional_sac.updates import SACState
 from functional_sl import capture, keys, streams, tree
 from functional_sl.parallel import collectives
 from functional_sl.step import StepState
-
-EVALUATION_STREAM = 0x5EED  # apart from every stream that training draws from the seed
 
 Policy = tuple[Any, Any]  # parameters and statistics of one actor, leaves are arrays
 
@@ -37,8 +36,6 @@ class Fleet:
 
     Attributes:
       config: the run.
-      env_steps: steps taken by each seed, over its ranks.
-      updates: of each seed.
     """
 
     def __init__(self, config: TrainConfig, device: torch.device, ranks: int = 1) -> None:
@@ -50,7 +47,7 @@ class Fleet:
           ranks: simulated data-parallel ranks of each learner.
         """
         self.config, self._ranks = config, ranks
-        self.env_steps, self.updates, self._vector_steps = 0, 0, 0
+        self._clock = Clock()
         self._env: HostEnv = envs.make(config.task, config.sim)
 
         mapped = _mapped if ranks > 1 else lambda region: region
@@ -69,18 +66,25 @@ class Fleet:
         self._state = tree.stack(states) if ranks > 1 else _apart(states)
 
     @property
+    def env_steps(self) -> int:
+        """Steps taken by each seed, over its ranks."""
+        return self._clock.env_steps
+
+    @property
+    def updates(self) -> int:
+        """Updates of each seed."""
+        return self._clock.updates
+
+    @property
     def seeds(self) -> range:
         """The learners' seeds."""
         return range(self.config.seed, self.config.seed + self.config.num_seeds)
 
     def step(self) -> None:
         """Takes one step in every environment, and learns if it is time."""
-        turn = plan.turn(self.config, self._vector_steps, learned=self.updates > 0)
-        phase = self.updates // self.config.updates_per_step % self._learner.phases if turn.learn else None
-        self._state, _ = self._iterate(self._state, random=turn.random, phase=phase)
-        self._vector_steps += 1
-        self.env_steps += self.config.num_envs * self._ranks
-        self.updates += self.config.updates_per_step if turn.learn else 0
+        random, phase = plan.iteration(self.config, self._clock, self._learner.phases)
+        self._state, _ = self._iterate(self._state, random=random, phase=phase)
+        self._clock = plan.tick(self.config, self._clock, learned=phase is not None, ranks=self._ranks)
 
     def policies(self) -> list[Policy]:
         """Returns the policy of every seed."""
@@ -133,7 +137,7 @@ def play(task: str, policy: Policy, seed: int, episodes: int) -> Played:
     """
     torch.set_num_threads(1)
     env, begin = _environment(task), time.monotonic()
-    key = keys.fold_in(keys.key(seed), EVALUATION_STREAM)
+    key = keys.fold_in(keys.key(seed), evaluation.STREAM)
     with torch.no_grad():
         params, stats = tree.map(torch.from_numpy, policy)
         found = evaluation.evaluate(env, params, stats, key, episodes)

@@ -48,13 +48,12 @@ def trained(settings: Settings) -> tuple[TrainConfig, EnvSpec, TrainState]:
     env = envs.make(config.task)
     learner = make_learner(config, env.spec)
     iteration = make_iteration(config, env, learner)
-    state, updates = iteration.init(keys.key(0, settings.device)), 0
-    for inserted in range(plan.vector_steps(config)):
-        turn = plan.turn(config, inserted, learned=updates > 0)
-        state = iteration.step(state, turn.random)
-        if turn.learn:
-            state = iteration.learn(state, updates % learner.phases)
-            updates += config.updates_per_step
+    state, clock = iteration.init(keys.key(0, settings.device)), plan.Clock()
+    for _ in range(plan.vector_steps(config)):
+        random, phase = plan.iteration(config, clock, learner.phases)
+        state = iteration.step(state, random)
+        state = state if phase is None else iteration.learn(state, phase)
+        clock = plan.tick(config, clock, learned=phase is not None)
     return config, env.spec, state
 
 

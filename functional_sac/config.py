@@ -6,11 +6,10 @@ This module imports neither torch nor jax, so that `--help` is quick.
 from __future__ import annotations
 
 import dataclasses
-import math
-from typing import Any
 
 from functional_sac import tasks
 from functional_sac.tasks.settings import PRESETS, SAMPLING, Settings
+from functional_sl.run.checks import require
 from functional_sl.run.cli import option
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -67,29 +66,29 @@ class SACConfig:
     def __post_init__(self) -> None:
         """Raises ValueError for the first setting, or pair of settings, that cannot be meant."""
         for name in _POSITIVE:
-            _require(getattr(self, name) > 0, self, (name,), "must be positive")
+            require(self, getattr(self, name) > 0, (name,), "must be positive")
         for name in _NOT_NEGATIVE:
-            _require(getattr(self, name) >= 0, self, (name,), "must not be negative")
-        _require(0 < self.gamma <= 1, self, ("gamma",), "must lie in (0, 1]")
-        _require(0 < self.tau <= 1, self, ("tau",), "must lie in (0, 1]")
-        _require(self.batch_size >= 2, self, ("batch_size",), "batch norm needs at least 2 rows")
-        _require(self.bins >= 2, self, ("bins",), "a distribution needs at least 2 bins")
-        _require(self.min_value < self.max_value, self, ("min_value", "max_value"), "must be in this order")
-        _require(
-            self.batch_size <= self.replay_capacity,
+            require(self, getattr(self, name) >= 0, (name,), "must not be negative")
+        require(self, 0 < self.gamma <= 1, ("gamma",), "must lie in (0, 1]")
+        require(self, 0 < self.tau <= 1, ("tau",), "must lie in (0, 1]")
+        require(self, self.batch_size >= 2, ("batch_size",), "batch norm needs at least 2 rows")
+        require(self, self.bins >= 2, ("bins",), "a distribution needs at least 2 bins")
+        require(self, self.min_value < self.max_value, ("min_value", "max_value"), "must be in this order")
+        require(
             self,
+            self.batch_size <= self.replay_capacity,
             ("batch_size", "replay_capacity"),
             "the replay must hold a batch",
         )
-        _require(
-            self.learning_starts <= self.replay_capacity,
+        require(
             self,
+            self.learning_starts <= self.replay_capacity,
             ("learning_starts", "replay_capacity"),
             "the replay never holds that many, so learning would never start",
         )
-        _require(
-            self.lr_decay_updates == 0 or self.lr_warmup_updates <= self.lr_decay_updates,
+        require(
             self,
+            self.lr_decay_updates == 0 or self.lr_warmup_updates <= self.lr_decay_updates,
             ("lr_warmup_updates", "lr_decay_updates"),
             "the warm-up is part of the decay",
         )
@@ -108,12 +107,6 @@ _NOT_NEGATIVE = (
     "learning_starts",
     "noise_mu",
 )
-
-
-def _require(condition: bool, config: Any, fields: tuple[str, ...], rule: str) -> None:
-    values = [getattr(config, name) for name in fields]
-    if not condition or any(isinstance(v, float) and not math.isfinite(v) for v in values):
-        raise ValueError(f"{', '.join(f'{n}={v}' for n, v in zip(fields, values, strict=True))}: {rule}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,47 +203,47 @@ class TrainConfig(SACConfig):
         """Raises ValueError for the first setting, or pair of settings, that cannot be meant."""
         super().__post_init__()
         for name in ("num_envs", "env_steps", "num_seeds", "simulated_ranks", "timeout_s", "keep_snapshots"):
-            _require(getattr(self, name) > 0, self, (name,), "must be positive")
+            require(self, getattr(self, name) > 0, (name,), "must be positive")
         _check_robots(self)
         for name in ("eval_episodes", "eval_every", "log_every", "snapshot_every", "seed", "threads"):
-            _require(getattr(self, name) >= 0, self, (name,), "must not be negative")
-        _require(
-            1 in (self.num_seeds, self.simulated_ranks),
+            require(self, getattr(self, name) >= 0, (name,), "must not be negative")
+        require(
             self,
+            1 in (self.num_seeds, self.simulated_ranks),
             ("num_seeds", "simulated_ranks"),
             "a run has several seeds or several ranks, not both",
         )
-        _require(
-            self.simulated_ranks == 1 or self.compile != "true",
+        require(
             self,
+            self.simulated_ranks == 1 or self.compile != "true",
             ("simulated_ranks", "compile"),
             "simulated ranks run eagerly; use --compile=auto, or torchrun",
         )
-        _require(
-            self.num_envs <= self.replay_capacity, self, ("num_envs", "replay_capacity"), "one vector step must fit"
+        require(
+            self, self.num_envs <= self.replay_capacity, ("num_envs", "replay_capacity"), "one vector step must fit"
         )
-        _require(
-            max(self.learning_starts, self.batch_size) <= self.env_steps,
+        require(
             self,
+            max(self.learning_starts, self.batch_size) <= self.env_steps,
             ("learning_starts", "batch_size", "env_steps"),
             "the run ends before learning starts",
         )
-        _require(
-            max(self.learning_starts, 1) + (self.n_step - 1 + self.overlap) * self.num_envs <= self.env_steps,
+        require(
             self,
+            max(self.learning_starts, 1) + (self.n_step - 1 + self.overlap) * self.num_envs <= self.env_steps,
             ("learning_starts", "n_step", "num_envs", "env_steps", "overlap"),
             "the run ends before learning starts: the first n - 1 vector steps give no row, and an overlapping cycle "
             "has those before its step",
         )
-        _require(
-            not self.overlap or 2 * self.num_envs <= self.replay_capacity,
+        require(
             self,
+            not self.overlap or 2 * self.num_envs <= self.replay_capacity,
             ("overlap", "num_envs", "replay_capacity"),
             "beside the vector step that is being written, another one must fit",
         )
-        _require(
-            self.resume is None or self.init_from is None,
+        require(
             self,
+            self.resume is None or self.init_from is None,
             ("resume", "init_from"),
             "a run goes on or starts from other networks, not both",
         )
@@ -278,9 +271,9 @@ def task_settings(config: TrainConfig) -> Settings:
 
 def _check_robots(config: TrainConfig) -> None:
     robot = config.task in tasks.TASKS
-    _require(
-        config.num_seeds == 1 or not robot,
+    require(
         config,
+        config.num_seeds == 1 or not robot,
         ("num_seeds", "task"),
         "a robot's simulator trains one seed a process; start one run a seed",
     )
@@ -289,11 +282,11 @@ def _check_robots(config: TrainConfig) -> None:
         if value is None:
             continue
         having = [name for name, entry in tasks.TASKS.items() if field in entry.settings]
-        _require(config.task in having, config, (flag, "task"), f"only {', '.join(having)} can be told this")
-        _require(
-            simulator is None or config.sim in ("auto", simulator),
+        require(config, config.task in having, (flag, "task"), f"only {', '.join(having)} can be told this")
+        require(
             config,
+            simulator is None or config.sim in ("auto", simulator),
             (flag, "sim"),
             f"only --sim={simulator} can be told this",
         )
-        _require(not isinstance(value, int) or value > 0, config, (flag,), "must be positive")
+        require(config, not isinstance(value, int) or value > 0, (flag,), "must be positive")

@@ -229,7 +229,7 @@ def _exit_on_error() -> Iterator[None]:
     try:
         yield
     except MpsError as error:
-        sys.exit(f"error: {' '.join(str(error).split())}")
+        sys.exit(f"error: {cli.one_line(error)}")
 
 
 def _shown(record: Record) -> dict[str, Any]:

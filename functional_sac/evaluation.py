@@ -17,6 +17,7 @@ from functional_sac.networks import Actor, Stats
 from functional_sac.transition import Observation
 from functional_sl import capture, tree
 
+STREAM = 0x5EED  # of a seed, apart from every one that training draws from
 LOOK_EVERY = 25  # steps between two looks whether any episode is still running
 
 
@@ -130,7 +131,7 @@ def evaluate(
 
 
 def _steps(env: Env | HostEnv, policy: Act) -> Callable[[Any], tuple[Any, Tensor]]:
-    """Returns one step of one environment: (state, observation) -> (the same after it, [] whether an episode ended)."""
+    """Returns one step of one environment: (state, observation) -> (the same after it, () bool: an episode ended)."""
 
     def advance(pair: tuple[EnvState, Observation]) -> tuple[tuple[EnvState, Observation], Tensor]:
         state, step = env.step(pair[0], policy(pair[1].actor))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import time
 from collections.abc import Iterator
@@ -26,7 +25,6 @@ from functional_sl.run import signals
 from functional_sl.run.progress import Progress
 
 BLOCKED_UPDATES = 100
-EVALUATION_STREAM = 0x5EED  # apart from every stream that training draws from the seed
 
 
 def train(config: TrainConfig, given: frozenset[str] = frozenset()) -> dict[str, Any]:
@@ -47,7 +45,7 @@ def train(config: TrainConfig, given: frozenset[str] = frozenset()) -> dict[str,
 def _progress(run: Run) -> Iterator[Progress]:
     with contextlib.ExitStack() as stack:
         stream = None if run.ranks.writes else stack.enter_context(open(os.devnull, "w"))
-        yield stack.enter_context(Progress(run.config.env_steps, "steps", stream, initial=run.start.env_steps))
+        yield stack.enter_context(Progress(run.config.env_steps, "steps", stream, initial=run.start.clock.env_steps))
 
 
 class _Loop:
@@ -61,8 +59,7 @@ class _Loop:
         self._run, self._config = run, run.config
         self._states, self._ranks = run.states, run.ranks
         self._begun: set[tuple[bool, int | None]] = set()  # kinds of iteration that have run, hence are compiled
-        self._env_steps, self._updates, self._vector_steps = run.start[:3]
-        self._idle = 0  # steps in which an environment only began an episode
+        self._clock = run.start.clock
         self._evaluation: dict[str, Any] = {}
         self._begin = self._mark = self._now()
         self._blocked = 0  # updates that the critics' gate has skipped in a row, by the last record
@@ -83,24 +80,19 @@ class _Loop:
     def advance(self, stop: signals.Stop, progress: Progress) -> None:
         """Takes one vector step, learns, and writes down what is due."""
         config = self._config
-        inserted = self._vector_steps - math.ceil(self._idle / config.num_envs)
-        turn = plan.turn(config, inserted, learned=self._updates > 0)
-        phase = self._updates // config.updates_per_step % self._run.learner.phases if turn.learn else None
-        idle = self._iterate(turn.random, phase)
-        self._updates += config.updates_per_step if turn.learn else 0
-        before, together = self._env_steps, config.num_envs * self._ranks.size
-        self._env_steps += together - idle
-        self._vector_steps += 1
-        self._idle += idle
-        self._finished = self._env_steps >= config.env_steps
+        random, phase = plan.iteration(config, self._clock, self._run.learner.phases)
+        idle, before = self._iterate(random, phase), self._clock
+        self._clock = plan.tick(config, before, learned=phase is not None, idle=idle, ranks=self._ranks.size)
+        env_steps = self._clock.env_steps
+        self._finished = env_steps >= config.env_steps
         self.stopped = "" if self._finished else self._stop(stop)
-        self._write_down(plan.due(config, before, self._env_steps, self._finished), progress)
+        self._write_down(plan.due(config, before.env_steps, env_steps, self._finished), progress)
         self._warn(progress)
-        self._run.watchdog.completed(self._env_steps // together)
+        self._run.watchdog.completed(env_steps // (config.num_envs * self._ranks.size))
         shown = {"return": self._evaluation.get("eval_return_mean")}
-        if self._updates and self._mark.env_steps == self._env_steps:
+        if self._clock.updates and self._mark.env_steps == env_steps:
             shown["loss"] = float(self._states[0].metrics["critic_loss"].mean())
-        progress.update(self._env_steps, **shown)
+        progress.update(env_steps, **shown)
 
     def _warn(self, progress: Progress) -> None:
         """Says, once a record, that nothing is being learned, or that steps were refused."""
@@ -145,8 +137,8 @@ class _Loop:
         return {
             "run_dir": str(self._run.run_dir),
             "task": self._config.task,
-            "env_steps": self._env_steps,
-            "updates": self._updates,
+            "env_steps": self._clock.env_steps,
+            "updates": self._clock.updates,
             "eval_return_mean": self._evaluation.get("eval_return_mean"),
             "eval_return_std": self._evaluation.get("eval_return_std"),
             "seconds": round(self._run.log.elapsed_s, 1),
@@ -162,8 +154,9 @@ class _Loop:
             self._log(self._evaluation if due.evaluate else {})
         # A stop adds nothing but a snapshot, so that the resumed run writes the same records as an unbroken one.
         if due.snapshot or self.stopped:
+            score = self._evaluation.get("eval_return_mean") if due.evaluate else None
             with self._run.watchdog.busy("snapshot"):
-                opening.save(self._run, self._states, self._env_steps, self._score() if due.evaluate else None)
+                opening.save(self._run, self._states, self._clock.env_steps, score)
         if due.evaluate or self._finished:
             with self._edge("pictures") as writes:
                 if writes:
@@ -192,9 +185,6 @@ class _Loop:
         if environment.samples(self._config):
             reporting.draw_tracking(self._run.run_dir / "tracking_error.png", env, *shown, self._regions)
 
-    def _score(self) -> float | None:
-        return self._evaluation.get("eval_return_mean")
-
     def _log(self, evaluation: dict[str, Any]) -> None:
         learned, totals, self._refused = self._gather()
         measured = self._measure()
@@ -205,20 +195,20 @@ class _Loop:
         )
         self._blocked = learned.get("skipped_critic_in_a_row", 0)
         taken = {"refused_steps": self._refused, **reporting.episodes(totals)}
-        record = {"updates": self._updates, **learned, **taken, **measured, **evaluation}
+        record = {"updates": self._clock.updates, **learned, **taken, **measured, **evaluation}
         self._overflowed |= {name for name in ("contacts", "constraints") if measured.get(f"over_{name}", 0.0) > 0.0}
         now = self._now()
         rates = reporting.rates(self._mark, now, self._config.num_seeds)
         self._mark = now
         with self._edge("records") as writes:
             if writes:
-                self._run.log.write(self._env_steps, record, rates)
-                self._run.board.write(self._env_steps, record | rates)
+                self._run.log.write(self._clock.env_steps, record, rates)
+                self._run.board.write(self._clock.env_steps, record | rates)
 
     def _gather(self) -> tuple[dict[str, Any], Episodes, int]:
         """Returns what all ranks have learned, and their totals of episodes and of refused steps."""
         fixed = (self._run.learner.rate, self._config.return_bound)
-        learned = [reporting.learning(state, *fixed) if self._updates else {} for state in self._states]
+        learned = [reporting.learning(state, *fixed) if self._clock.updates else {} for state in self._states]
         totals = [[x.sum().item() for x in (*state.episodes, state.refused)] for state in self._states]
         found = self._ranks.gather([*zip(learned, totals, strict=True)])
         *columns, refused = zip(*(numbers for _, numbers in found), strict=True)
@@ -261,10 +251,10 @@ class _Loop:
 
     def _evaluation_keys(self) -> list[Tensor]:
         seeds = request.seeds(self._config)
-        return [keys.fold_in(keys.key(seed, self._run.device), EVALUATION_STREAM) for seed in seeds]
+        return [keys.fold_in(keys.key(seed, self._run.device), evaluation.STREAM) for seed in seeds]
 
     def _dtype(self) -> torch.dtype:
         return getattr(torch, self._config.compute_dtype)
 
     def _now(self) -> Mark:
-        return Mark(time.monotonic(), self._env_steps, self._updates)
+        return Mark(time.monotonic(), self._clock.env_steps, self._clock.updates)

@@ -181,7 +181,7 @@ class Losses:
         return loss, {"actor_loss": loss, "q": q.mean()}
 
     def temperature(self, log_temperature: Tensor, stats: tuple[()], entropy: Tensor) -> tuple[Tensor, Aux]:
-        """Drives the policy's entropy [()] to the target: `temperature * (entropy - target)`."""
+        """Drives the policy's entropy () to the target: `temperature * (entropy - target)`."""
         temperature = torch.exp(log_temperature)
         loss = temperature * (entropy - self.entropy_goal)
         return loss, Aux(stats, {"temperature_loss": loss, "temperature": temperature})

@@ -233,6 +233,12 @@ def _product(x: Tensor, w: Tensor, dtype: torch.dtype) -> Tensor:
     return F.linear(x.to(dtype), w.to(dtype))
 
 
+def moved(stats: Stats, mean: Tensor, inverse_std: Tensor, rows: int) -> Stats:
+    """Returns running statistics after a batch of so many rows with this mean and biased inverse deviation [..., S]."""
+    unbiased = (inverse_std**-2 - BN_EPS) * (rows / (rows - 1))
+    return Stats(torch.lerp(stats.mean, mean, BN_MOMENTUM), torch.lerp(stats.var, unbiased, BN_MOMENTUM))
+
+
 class _BatchNorms:
     """One forward pass through a trunk's batch norms (Ioffe and Szegedy 2015, arXiv 1502.03167).
 
@@ -262,8 +268,7 @@ class _BatchNorms:
         if not self._training:
             return self._old
         mean, inverse_std = (torch.cat(parts).detach() for parts in zip(*self._batch, strict=True))
-        unbiased = (inverse_std**-2 - BN_EPS) * (rows / (rows - 1))
-        return Stats(torch.lerp(self._old.mean, mean, BN_MOMENTUM), torch.lerp(self._old.var, unbiased, BN_MOMENTUM))
+        return moved(self._old, mean, inverse_std, rows)
 
 
 def rms_norm(scale: Tensor, x: Tensor) -> Tensor:

@@ -83,6 +83,14 @@ def redraw(state: NoiseState, candidate: Tensor, u: Tensor, cdf: Tensor, restart
 def update(
     state: NoiseState, candidate_key: Tensor, length_key: Tensor, cdf: Tensor, restart: Tensor | None = None
 ) -> NoiseState:
-    """Draws a candidate and a uniform and calls `redraw`."""
+    """Returns the state whose `noise` acts in this step, see `redraw`, with what it draws by two keys.
+
+    Args:
+      state: before the step.
+      candidate_key: [2], of the candidate.
+      length_key: [2], of its number of repeats.
+      cdf: as in `redraw`.
+      restart: as in `redraw`.
+    """
     candidate = keys.normal(candidate_key, tuple(state.noise.shape))
     return redraw(state, candidate, keys.uniform(length_key, tuple(state.count.shape)), cdf, restart)

@@ -152,8 +152,9 @@ def save(run: Run, states: States, env_steps: int, score: float | None) -> None:
         with guard(here, where):
             if run.log is not None:
                 run.log.sync()
-            own = _parts(run, states).items()
-            written.extend(snapshot.write_part(root, env_steps, name, values) for name, values in own)
+            with_replay, writes = run.config.snapshot_replay, run.ranks.writes
+            own = replicas.parts(states, run.ranks.here, with_replay, with_learner=writes)
+            written.extend(snapshot.write_part(root, env_steps, name, values) for name, values in own.items())
         found = [Part(*part) for process in gather(here, written) for part in process]
         with guard(here, where):
             if run.log is not None:
@@ -168,14 +169,6 @@ def save(run: Run, states: States, env_steps: int, score: float | None) -> None:
         if run.log is not None:
             kept = {env_steps, run.start.snapshot_step} - {None}
             snapshot.prune(root, run.config.keep_snapshots, kept, run_id=run.log.run_id)
-
-
-def _parts(run: Run, states: States) -> dict[str, tree.Tree]:
-    """Returns the parts of a snapshot that this process writes."""
-    found = {"learner": replicas.learner_of(states[0])} if run.ranks.writes else {}
-    for rank, state in zip(run.ranks.here, states, strict=True):
-        found |= replicas.parts(state, rank, run.config.snapshot_replay)
-    return found
 
 
 def _settle(config: TrainConfig, ranks: Replicas) -> TrainConfig:

@@ -9,6 +9,15 @@ from typing import NamedTuple
 from functional_sac.config import TrainConfig
 
 
+class Clock(NamedTuple):
+    """How far a run is."""
+
+    env_steps: int = 0  # of one seed, over all environments of all ranks
+    updates: int = 0
+    vector_steps: int = 0  # of all environments together, those that a resumed run's replay has taken in
+    idle: int = 0  # steps of single environments in which only an episode began
+
+
 class Due(NamedTuple):
     """What is to be done after a step."""
 
@@ -75,6 +84,37 @@ def turn(config: TrainConfig, inserted: int, learned: bool) -> Turn:
     """
     start = next_learning_step(config)
     return Turn(random=config.random_warmup and not learned and inserted < start, learn=inserted + 1 >= start)
+
+
+def iteration(config: TrainConfig, clock: Clock, phases: int) -> tuple[bool, int | None]:
+    """Returns what the next iteration is told: whether it acts at random, and the phase of its cycle, if it has one.
+
+    Args:
+      config: the run.
+      clock: before it.
+      phases: variants of the cycle.
+    """
+    inserted = clock.vector_steps - math.ceil(clock.idle / config.num_envs)
+    now = turn(config, inserted, learned=clock.updates > 0)
+    return now.random, clock.updates // config.updates_per_step % phases if now.learn else None
+
+
+def tick(config: TrainConfig, clock: Clock, *, learned: bool, idle: int = 0, ranks: int = 1) -> Clock:
+    """Returns the clock after an iteration.
+
+    Args:
+      config: the run.
+      clock: before it.
+      learned: whether it had a cycle.
+      idle: environments that took no step in it but only began an episode.
+      ranks: of the run.
+    """
+    return Clock(
+        env_steps=clock.env_steps + config.num_envs * ranks - idle,
+        updates=clock.updates + (config.updates_per_step if learned else 0),
+        vector_steps=clock.vector_steps + 1,
+        idle=clock.idle + idle,
+    )
 
 
 def due(config: TrainConfig, before: int, now: int, last: bool) -> Due:

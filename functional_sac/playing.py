@@ -17,7 +17,6 @@ from functional_sac.envs import robot
 from functional_sac.envs.env import Env, EnvSpec, EnvState
 from functional_sac.envs.host import HostEnv, HostState
 from functional_sac.evaluation import Regions, Result
-from functional_sac.loop import EVALUATION_STREAM
 from functional_sac.trained import Trained
 from functional_sac.transition import Observation
 from functional_sl import keys, tree
@@ -62,7 +61,7 @@ def play(
     if motion is not None:
         policy = policy._replace(config=dataclasses.replace(policy.config, motion=motion))
     seed = policy.seed if seed is None else seed
-    key = keys.fold_in(keys.key(seed, where), EVALUATION_STREAM)
+    key = keys.fold_in(keys.key(seed, where), evaluation.STREAM)
     torch.set_num_threads(policy.config.threads or torch.get_num_threads())
     with torch.no_grad(), contextlib.closing(trained.environment(policy, where, sim)) as env:
         if video:
@@ -201,12 +200,11 @@ def _writable(name: str, flag: str) -> Path:
 
 
 def _film(policy: Trained, env: Env | HostEnv, key: Tensor, name: str) -> None:
-    stride = max(1, round(1 / (25 * env.spec.control_dt)))
     if env.render is None:
         raise ValueError(f"--video={name}: task {env.spec.task!r} cannot be drawn; leave --video out")
     path = _writable(name, "video")
     try:
-        films.check(path, 1 / (stride * env.spec.control_dt))
+        films.check(path, reporting.pace(env.spec)[1])
         reporting.film(path, env, (policy.params, policy.stats), key, policy.dtype, regions=_regions(policy, env, key))
     except RuntimeError as error:  # no ffmpeg, no graphics, a full disk
         raise ValueError(f"--video={name}: {error}; leave --video out, or name another file") from error

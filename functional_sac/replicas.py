@@ -66,8 +66,24 @@ def learner_of(state: TrainState) -> SACState:
     return state.sac._replace(key=())
 
 
-def parts(state: TrainState, rank: int, with_replay: bool) -> dict[str, tree.Tree]:
-    """Returns the parts of a snapshot that are `rank`'s own, by name."""
+def parts(
+    states: States, ranks: Sequence[int], with_replay: bool, *, with_learner: bool = True
+) -> dict[str, tree.Tree]:
+    """Returns parts of a snapshot by name: what all ranks share, and what each has of its own.
+
+    Args:
+      states: of the ranks.
+      ranks: their numbers.
+      with_replay: whether the replays are among them.
+      with_learner: whether what is shared is.
+    """
+    found = {"learner": learner_of(states[0])} if with_learner else {}
+    for rank, state in zip(ranks, states, strict=True):
+        found |= _own_parts(state, rank, with_replay)
+    return found
+
+
+def _own_parts(state: TrainState, rank: int, with_replay: bool) -> dict[str, tree.Tree]:
     nothing = SACState(*((),) * len(SACState._fields))
     found = {f"run.rank{rank}": state._replace(sac=nothing._replace(key=state.sac.key), replay=())}
     return found | ({f"replay.rank{rank}": state.replay} if with_replay else {})

@@ -20,6 +20,7 @@ from functional_sl.run import figures, files, runlog, video
 from functional_sl.schedules import Schedule
 
 BODY_ERROR = "error_body_pos/"  # begins the names of bodies' distances among an environment's metrics
+PICTURES_PER_S = 25  # of a film, about
 HOST_PICTURES = 100  # a picture that no GPU draws takes a tenth of a second
 
 
@@ -113,6 +114,12 @@ def draw_curve(run_dir: Path, spec: EnvSpec) -> None:
         )
 
 
+def pace(spec: EnvSpec) -> tuple[int, float]:
+    """Returns how many steps of a task a picture of a film stands for, and the pictures a second in real time."""
+    stride = max(1, round(1 / (PICTURES_PER_S * spec.control_dt)))
+    return stride, 1 / (stride * spec.control_dt)
+
+
 def film(
     path: Path,
     env: Env | HostEnv,
@@ -122,10 +129,10 @@ def film(
     most: int | None = None,
     regions: Regions | None = None,
 ) -> None:
-    """Writes one deterministic episode, of an environment on the host its beginning, as a GIF in real time.
+    """Writes one deterministic episode, of an environment on the host its beginning, as a film in real time.
 
     Args:
-      path: the file.
+      path: the file, .gif or .mp4.
       env: what is drawn.
       policy: parameters and statistics.
       key: [2] int64.
@@ -138,12 +145,12 @@ def film(
       RenderError: if an environment on the host cannot draw.
     """
     params, stats = policy
-    stride = max(1, round(1 / (25 * env.spec.control_dt)))
+    stride, fps = pace(env.spec)
     most = HOST_PICTURES if isinstance(env, HostEnv) else most
     policy_of = functools.partial(acting.deterministic, params, stats, dtype=dtype)
     pictures = evaluation.frames(env, policy_of, key, every=stride, most=most, regions=regions)
     with _writing(path):
-        video.write(path, pictures, 1 / (stride * env.spec.control_dt))
+        video.write(path, pictures, fps)
 
 
 def draw_tracking(

@@ -9,6 +9,7 @@ from functional_sac import plan, replicas
 from functional_sac.config import TrainConfig
 from functional_sac.envs.host import HostEnv
 from functional_sac.iteration import Iteration, TrainState
+from functional_sac.plan import Clock
 from functional_sac.replicas import Replicas, States
 from functional_sac.updates import SACState
 from functional_sl import capture, tree
@@ -19,9 +20,7 @@ from functional_sl.run.manifest import read as read_manifest
 class Start(NamedTuple):
     """Where a run begins, in host numbers."""
 
-    env_steps: int  # of one seed
-    updates: int
-    inserted: int  # vector steps in the replay
+    clock: Clock
     notes: tuple[str, ...] = ()  # for the user
     snapshot_step: int | None = None  # the snapshot from which it was resumed
 
@@ -41,24 +40,21 @@ def restore(states: States, config: TrainConfig, ranks: Replicas, source: Path |
     """
     if source is None:
         taken = Path(config.init_from).expanduser() if config.init_from else None
-        return tuple(_init_from(state, taken) if taken else state for state in states), Start(0, 0, 0)
+        return tuple(_init_from(state, taken) if taken else state for state in states), Start(Clock())
     manifest = read_manifest(source)
     _check_ranks(manifest["parts"], ranks.size, source)
     has_replay = "replay.rank0" in manifest["parts"]
-    like = {"learner": replicas.learner_of(states[0])}
-    for rank, state in zip(ranks.here, states, strict=True):
-        like |= replicas.parts(state, rank, has_replay)
-    loaded, _ = snapshot.restore(source, like)
+    loaded, _ = snapshot.restore(source, replicas.parts(states, ranks.here, has_replay))
     # Every rank gets buffers of its own.
     states = tuple(
         replicas.restored(state, rank, loaded | {"learner": tree.clone(loaded["learner"])})
         for rank, state in zip(ranks.here, states, strict=True)
     )
-    updates, inserted = (int(x.reshape(-1)[0]) for x in (states[0].sac.updates, states[0].replay.steps))
-    start = Start(manifest["step"], updates, inserted, snapshot_step=manifest["step"])
-    notes = [f"resumed from {source} at {start.env_steps} environment steps"]
+    done, counts = manifest["step"], (states[0].sac.updates, states[0].replay.steps)
+    clock = Clock(done, *(int(x.reshape(-1)[0]) for x in counts))
+    notes = [f"resumed from {source} at {done} environment steps"]
     if not has_replay:
-        notes.append(_refill_note(config, start.env_steps, ranks.size))
+        notes.append(_refill_note(config, done, ranks.size))
     moved = [name for name in ("device", "threads", "compile") if getattr(config, name) != manifest["config"][name]]
     if moved:
         notes.append(
@@ -66,7 +62,7 @@ def restore(states: States, config: TrainConfig, ranks: Replicas, source: Path |
         )
     if config.env_steps != manifest["config"]["env_steps"]:
         notes.append(f"env_steps is {config.env_steps} now; lr_decay_updates stays {config.lr_decay_updates}")
-    return states, start._replace(notes=tuple(notes))
+    return states, Start(clock, tuple(notes), done)
 
 
 def _check_ranks(parts: dict[str, Any], size: int, source: Path) -> None:

@@ -1,14 +1,12 @@
-"""Samplers as pure functions of data and key, and the identity of data.
+"""Samplers as pure functions of data and key.
 
 A data set is a tree of tensors that share their leading axis, one row a sample.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor
 
 from functional_sl import keys, tree
@@ -56,12 +54,3 @@ def in_order(data: Tree, batch_size: int) -> Iterator[Tree]:
     count = size(data)
     for start in range(0, count, batch_size):
         yield tree.map(lambda leaf, at=start: leaf[at : at + batch_size], data)
-
-
-def digest(data: Tree) -> str:
-    """Returns the SHA-256 of names, dtypes, shapes and bits, in hexadecimal, without copying the data."""
-    sha = hashlib.sha256()
-    for name, leaf in tree.named(data).items():
-        sha.update(f"{name} {leaf.dtype} {tuple(leaf.shape)}\n".encode())
-        sha.update(memoryview(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
-    return sha.hexdigest()

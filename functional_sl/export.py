@@ -109,9 +109,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         if settings.snapshot is None or settings.out is None:
             raise cli.UsageError("give a snapshot and the name of the files to write: SNAPSHOT OUT")
         try:
-            name, _, place = (settings.data or "").partition("=")
+            setting, _, place = (settings.data or "").partition("=")
             formats = [name.strip() for name in settings.formats.split(",")]
-            files = export(settings.snapshot, settings.out, formats, {name: place} if name else {})
+            files = export(settings.snapshot, settings.out, formats, {setting: place} if setting else {})
         except (RunError, manifest.SnapshotError, ValueError) as error:
             raise cli.UsageError(str(error)) from error
     found = {str(path): {"difference": x.difference, "bit_equal": x.bit_equal} for path, x in files.items()}

@@ -13,15 +13,15 @@ from torch import Tensor
 class LossScaleState(NamedTuple):
     """The scale in use and the way to its next growth."""
 
-    scale: Tensor  # [] float32
-    growth: Tensor  # [] int64, finite steps since the scale last changed
+    scale: Tensor  # () float32
+    growth: Tensor  # () int64, finite steps since the scale last changed
 
 
 class LossScale(NamedTuple):
     """Closures over static growth and backoff factors."""
 
     init: Callable[..., LossScaleState]  # (device=None) -> state
-    update: Callable[[LossScaleState, Tensor], LossScaleState]  # (state, finite [] bool) -> state
+    update: Callable[[LossScaleState, Tensor], LossScaleState]  # (state, finite () bool) -> state
 
 
 def dynamic(

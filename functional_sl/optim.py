@@ -35,14 +35,14 @@ class EmptyState(NamedTuple):
 class SGDState(NamedTuple):
     """The state of `sgd`."""
 
-    count: Tensor  # [] int64, steps taken
+    count: Tensor  # () int64, steps taken
     velocity: Tree  # like params; () without momentum
 
 
 class AdamState(NamedTuple):
     """The state of `adam` and `adamw`."""
 
-    count: Tensor  # [] int64, steps taken
+    count: Tensor  # () int64, steps taken
     mu: Tree  # like params, mean of the gradients
     nu: Tree  # like params, mean of their squares
 

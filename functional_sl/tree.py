@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import optree
@@ -100,6 +100,11 @@ def where(condition: Tensor, new: Tree, old: Tree) -> Tree:
     return map(lambda a, b: a if a is b else torch.where(condition, a, b), new, old)
 
 
+def where_rows(rows: Tensor, new: Tree, old: Tree) -> Tree:
+    """Selects row by row: of leaves [N, ...], those of `new` where `rows` [N] is true and those of `old` elsewhere."""
+    return map(lambda a, b: torch.where(rows.reshape(rows.shape + (1,) * (b.ndim - 1)), a, b), new, old)
+
+
 def norm(tree: Tree) -> Tensor:
     """Returns the global L2 norm over all leaves as a 0-d tensor."""
     flat = leaves(tree)
@@ -111,6 +116,11 @@ def norm(tree: Tree) -> Tensor:
 def stack(trees: list[Tree]) -> Tree:
     """Stacks trees of one structure along a new leading axis."""
     return map(lambda *xs: torch.stack(xs), *trees)
+
+
+def concatenate(trees: Iterable[Tree], axis: int = 0) -> Tree:
+    """Joins trees of one structure along an axis that every leaf has."""
+    return map(lambda *xs: torch.cat(xs, axis), *trees)
 
 
 def index(tree: Tree, i: int) -> Tree:
@@ -146,11 +156,14 @@ def bits_equal(a: Tree, b: Tree) -> bool:
 
 
 def digest(tree: Tree) -> str:
-    """Returns the SHA-256 of the names, dtypes, shapes and bits of all leaves, in hexadecimal."""
+    """Returns the SHA-256 of the names, dtypes, shapes and bits of all leaves, in hexadecimal.
+
+    Contiguous leaves on the CPU, such as a data set, are not copied.
+    """
     sha = hashlib.sha256()
     for name, leaf in named(tree).items():
         sha.update(f"{name} {leaf.dtype} {tuple(leaf.shape)}\n".encode())
-        sha.update(_bits(leaf).numpy().tobytes())
+        sha.update(memoryview(_bits(leaf).numpy()))
     return sha.hexdigest()
 
 

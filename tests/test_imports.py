@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import importlib
 import pathlib
 import subprocess
 import sys
@@ -46,7 +47,7 @@ SL = {
     "recipes": "bundle data keys models recipe run sources step tree",
     "inspection": "run sources",
     "data": "keys tree",
-    "training": "capture data gate keys loss_scale optim parallel recipe run schedules step tree wire",
+    "training": "capture gate keys loss_scale optim parallel recipe run schedules step tree wire",
     "train": "parallel run training",
     "export": "keys programs run training",
 }
@@ -90,7 +91,7 @@ SAC = {
     "train": "config launch loop mps presets | parallel run",
     "policy": "acting networks | tree",
     "trained": "acting config environment envs networks policy tasks | bundle keys run tree",
-    "playing": "environment envs evaluation loop reporting trained transition | keys run tree",
+    "playing": "environment envs evaluation reporting trained transition | keys run tree",
     "play": "playing | run",
     "export": "trained | programs run",
 }
@@ -166,6 +167,14 @@ def test_modules_have_no_cycle() -> None:
     """Imports inside functions count too."""
     graph = {module: {x for x in imported(path) if x in MODULES} - {module} for module, path in MODULES.items()}
     graphlib.TopologicalSorter(graph).prepare()
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_lists_all_of_its_rooms(package: str) -> None:
+    """But for the kernels of a room, which need Triton."""
+    rooms = {room(module).split(".")[1] for module in MODULES if module.startswith(f"{package}.")}
+    listed = dir(importlib.import_module(package))
+    assert listed == sorted(name for name in rooms if not name.endswith("_kernels"))
 
 
 def python(code: str) -> str:

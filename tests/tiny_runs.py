@@ -108,5 +108,5 @@ def files(folder: Path) -> dict[str, bytes]:
 
 def named(state: TrainState) -> dict[str, torch.Tensor]:
     """Returns the leaves of a live state under the names of `state`."""
-    parts = {"learner": replicas.learner_of(state)} | replicas.parts(state, 0, with_replay=True)
+    parts = replicas.parts((state,), (0,), with_replay=True)
     return {f"{part}/{name}": leaf for part, values in parts.items() for name, leaf in tree.named(values).items()}

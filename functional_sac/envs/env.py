@@ -151,12 +151,12 @@ def autoreset(task: Task) -> Env:
         reset_physics = task.reset(state.key)
         next_state = EnvState(
             key=advance(state.key, restart),
-            physics=select(restart, reset_physics, physics),
+            physics=tree.where_rows(restart, reset_physics, physics),
             episode_return=episode_return.masked_fill(restart, 0.0),
             episode_length=episode_length.masked_fill(restart, 0),
         )
         return next_state, TimeStep(
-            observation=select(restart, task.observe(reset_physics), final_observation),
+            observation=tree.where_rows(restart, task.observe(reset_physics), final_observation),
             final_observation=final_observation,
             reward=reward,
             terminated=terminated,
@@ -200,11 +200,6 @@ def averages(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str,
         if count > 0:
             found[name] = (now[name] - before.get(name, 0.0)) / count
     return found
-
-
-def select(done: Tensor, new: Any, old: Any) -> Any:
-    """Takes `new` where an episode is done and `old` elsewhere, environment by environment."""
-    return tree.map(lambda a, b: torch.where(done.reshape(done.shape + (1,) * (b.ndim - 1)), a, b), new, old)
 
 
 def _checked_observation(spec: EnvSpec, num_envs: int, observation: Observation) -> Observation:

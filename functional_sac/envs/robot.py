@@ -23,7 +23,7 @@ from torch import Tensor
 
 from functional_sac import tasks
 from functional_sac.envs import tally
-from functional_sac.envs.env import Env, EnvSpec, EnvState, TimeStep, advance, check_action, check_init, finite, select
+from functional_sac.envs.env import Env, EnvSpec, EnvState, TimeStep, advance, check_action, check_init, finite
 from functional_sac.envs.tally import Totals
 from functional_sac.tasks import task as robot_tasks
 from functional_sac.tasks.settings import Settings
@@ -233,7 +233,7 @@ class _Steps:
         judged = _Part(
             key=advance(part.key, restart),
             memory=Memory(
-                own=select(restart, begun.own, own),
+                own=tree.where_rows(restart, begun.own, own),
                 shared=shared,
                 action=action.masked_fill(restart.unsqueeze(1), 0.0),
                 totals=tally.add(memory.totals, state, outcome, completed, sound, weighted, measures),
@@ -250,7 +250,7 @@ class _Steps:
             "episode_return": part.episode_return + reward,
             "episode_length": length,
             "restart": restart,
-            "noise": select(restart, first_noise, noise),
+            "noise": tree.where_rows(restart, first_noise, noise),
             **self._place(state, begun, restart, length, uniform),
         }
 
@@ -271,7 +271,7 @@ class _Steps:
         observation, final = pair
         again = self.observe(own, state, last_action, noise)
         pushed = placed & ~restart
-        return (select(placed, again, observation), select(pushed, again, final)), {}
+        return (tree.where_rows(placed, again, observation), tree.where_rows(pushed, again, final)), {}
 
     def _draw(self, key: Tensor, draws: int) -> tuple[Tensor, Tensor]:
         """Returns random numbers [N, draws] and those of an observation's noise, in one draw of keys [N, 2]."""
@@ -288,8 +288,8 @@ class _Steps:
             placed, qvel = restart | pushed, qvel + added * pushed.unsqueeze(1)
         return {
             "placed": placed,
-            "qpos": select(restart, begun.qpos, state.qpos),
-            "qvel": select(restart, begun.qvel, qvel),
+            "qpos": tree.where_rows(restart, begun.qpos, state.qpos),
+            "qvel": tree.where_rows(restart, begun.qvel, qvel),
         }
 
 

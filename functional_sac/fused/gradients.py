@@ -20,7 +20,7 @@ from functional_sac import distributions, networks
 from functional_sac.fused import actor_head, critic_heads, frozen_networks, inputs, trunk
 from functional_sac.fused.alignment import BLOCK_LEAVES, aligned
 from functional_sac.losses import CriticStats, Losses
-from functional_sac.networks import BN_EPS, BN_MOMENTUM, Actor, BatchNorm, Block, Critic, Stats, Trunk
+from functional_sac.networks import BN_EPS, Actor, BatchNorm, Block, Critic, Stats, Trunk
 from functional_sac.transition import Transition, critic_view
 from functional_sl import tree
 from functional_sl.step import Aux
@@ -78,12 +78,6 @@ def through_trunk(
     return trunk.backward_input(dh, leaves, kept) + found, loss, of_behind
 
 
-def moved(stats: Stats, mean: Tensor, inverse_std: Tensor, rows: int) -> Stats:
-    """Returns running statistics [N, S] after a batch of so many rows; `networks` has the rule."""
-    unbiased = (inverse_std**-2 - BN_EPS) * (rows / (rows - 1))
-    return Stats(torch.lerp(stats.mean, mean, BN_MOMENTUM), torch.lerp(stats.var, unbiased, BN_MOMENTUM))
-
-
 class Forward(NamedTuple):
     """What an update of the actor computes before it meets the critics."""
 
@@ -121,8 +115,8 @@ class Gradients:
         x, batch = lying.critic_input(policy.action), lying.transition()
         *leaves, scale, w = list(copies) or aligned([params, target], product_dtype(loss.dtype, x))
         mean, inverse_std, *_, h = kept = trunk.forward(x, leaves, BN_EPS, params.b.shape[0])
-        of_online = moved(stats.online, mean[:2], inverse_std[:2], x.shape[0])
-        of_target = moved(stats.target, mean[2:], inverse_std[2:], x.shape[0])
+        of_online = networks.moved(stats.online, mean[:2], inverse_std[:2], x.shape[0])
+        of_target = networks.moved(stats.target, mean[2:], inverse_std[2:], x.shape[0])
         entropy_term = loss.entropy_term(policy, log_temperature)
         backup = critic_heads.Backup(batch.reward, batch.terminated, entropy_term, *loss.atoms, loss.discount)
         dh, behind = critic_heads.loss_gradient(h, scale, w, params, target, backup)
@@ -171,7 +165,7 @@ class Gradients:
         batch = inputs.batch(batch).transition()
         mean, inverse_std, *_, h = forward.kept
         stacked, old = tree.map(lambda leaf: leaf.unsqueeze(0), (params.trunk, stats))
-        new = moved(old, mean, inverse_std, h.shape[1])
+        new = networks.moved(old, mean, inverse_std, h.shape[1])
         weights = [leaf[: critic.b.shape[0]] for leaf in critic_copies] or aligned([critic], h.dtype)
         draw, found, metrics = self._raw_gradient(forward, critic, critic_stats, weights, log_temperature, batch, noise)
         tape = actor_head.Tape(h[:, : draw.shape[0]], forward.normal, forward.w)

@@ -109,22 +109,17 @@ def moments(run_dir: Path, begin: int, end: int, changes: Mapping[str, Any]) -> 
 
 def _iterations(run: Run, end: float) -> Iterator[Moment]:
     """Yields the states of an open run from its start on; the clock is that of training."""
-    config, states, idle = run.config, run.states, 0
-    env_steps, updates, vector_steps = run.start[:3]
-    yield Moment(env_steps, updates, states)
-    while env_steps < end:
-        inserted = vector_steps - math.ceil(idle / config.num_envs)
-        turn = plan.turn(config, inserted, learned=updates > 0)
-        phase = updates // config.updates_per_step % run.learner.phases if turn.learn else None
-        states, waited = _advance(run, states, turn.random, phase)
-        before, env_steps = env_steps, env_steps + config.num_envs * run.ranks.size - waited
-        updates += config.updates_per_step if turn.learn else 0
-        vector_steps, idle = vector_steps + 1, idle + waited
-        if plan.due(config, before, env_steps, env_steps >= config.env_steps).log:
+    config, states, clock = run.config, run.states, run.start.clock
+    yield Moment(clock.env_steps, clock.updates, states)
+    while clock.env_steps < end:
+        random, phase = plan.iteration(config, clock, run.learner.phases)
+        states, idle = _advance(run, states, random, phase)
+        before, clock = clock, plan.tick(config, clock, learned=phase is not None, idle=idle, ranks=run.ranks.size)
+        if plan.due(config, before.env_steps, clock.env_steps, clock.env_steps >= config.env_steps).log:
             # A record starts the totals of episodes anew.
             emptied = [state._replace(episodes=tree.zeros_like(state.episodes)) for state in states]
             states = tuple(run.iterate.load(state) for state in emptied)
-        yield Moment(env_steps, updates, states)
+        yield Moment(clock.env_steps, clock.updates, states)
 
 
 def _advance(run: Run, states: States, random: bool, phase: int | None) -> tuple[States, int]:

@@ -64,14 +64,6 @@ class Trace(NamedTuple):
     digests: Tensor
 
 
-def parts(states: States, with_replay: bool = True) -> dict[str, tree.Tree]:
-    """Returns the parts of a snapshot of all ranks' states, by name."""
-    found = {"learner": replicas.learner_of(states[0])}
-    for rank, state in enumerate(states):
-        found |= replicas.parts(state, rank, with_replay)
-    return found
-
-
 def leaves(values: dict[str, tree.Tree]) -> dict[str, Tensor]:
     """Returns the leaves of a snapshot's parts as `part/name`, in the order of their computation.
 
@@ -101,7 +93,7 @@ def digests(states: States, iterations: int | None) -> tuple[tuple[str, ...], li
     """
     if iterations is not None:
         states = tuple(state._replace(replay=_newest(state.replay, iterations)) for state in states)
-    named = leaves(parts(states))
+    named = leaves(replicas.parts(states, range(len(states)), with_replay=True))
     found = [bytes.fromhex(tree.digest(leaf)[:16]) for leaf in named.values()]
     return tuple(named), [int.from_bytes(word, "big", signed=True) for word in found]
 

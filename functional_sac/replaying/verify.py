@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from functional_sac import replicas
 from functional_sac.replaying import repeat, trace
 from functional_sac.replaying.repeat import Leg, Moment
 from functional_sac.replaying.trace import Trace
@@ -164,7 +165,7 @@ class _Reference:
         """
         if (content := self.kept.get(moment.env_steps)) is None:
             return None
-        like = trace.parts(moment.states, "replay.rank0" in content["parts"])
+        like = replicas.parts(moment.states, range(len(moment.states)), "replay.rank0" in content["parts"])
         folder = manifest.folder_of(self.home / "snapshots", moment.env_steps)
         before, now = trace.leaves(snapshot.restore(folder, like)[0]), trace.leaves(like)
         other = [name for name in now if not tree.bits_equal(before[name], now[name])]

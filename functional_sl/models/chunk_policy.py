@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from functional_sl.models import mixture, mlp, normalizer
+from functional_sl.models import mixture, mlp, naming, normalizer
 from functional_sl.models.normalizer import Normalizer
 
 
@@ -84,7 +84,12 @@ def predict(
     activation: str,
     components: int,
 ) -> dict[str, Tensor]:
-    """Returns {"action": [B, F, A]} for {"observation": [B, H, O]}, as `act` on the named tensors of `named`.
+    """Returns {"action": [B, F, A]} for {"observation": [B, H, O]}, as `act`.
+
+    Args:
+      tensors: `layers/...` of the MLP, and `observation/...` and `action/...` of the normalisers, by name.
+      inputs: in the units of the data, float32.
+      observation, action, history, chunk, hidden, activation, components: the `Architecture`.
 
     Raises:
       ValueError: for an input of another name, shape or dtype.
@@ -94,8 +99,7 @@ def predict(
     if found != {"observation": (torch.float32, history, observation)}:
         shapes = {name: f"{x.dtype} {tuple(x.shape)}" for name, x in inputs.items()}
         raise ValueError(f"expected an observation float32 [B, {history}, {observation}], got {shapes}")
-    layers = tuple(
-        mlp.Linear(tensors[f"layers/{i}/weight"], tensors[f"layers/{i}/bias"]) for i in range(len(hidden) + 1)
-    )
-    scales = Scales(*(Normalizer(tensors[f"{end}/mean"], tensors[f"{end}/std"]) for end in Scales._fields))
+    rebuilt = naming.nested(tensors)
+    layers = tuple(mlp.Linear(**layer) for layer in rebuilt["layers"])
+    scales = Scales(*(Normalizer(**rebuilt[end]) for end in Scales._fields))
     return {"action": act(layers, scales, architecture, inputs["observation"])}

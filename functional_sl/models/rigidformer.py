@@ -62,50 +62,52 @@ def init(key: Tensor, architecture: Architecture) -> Parameters:
         raise ValueError(f"head_size={a.head_size}: the rotary embedding takes 6 x frequencies={a.frequencies} of it")
     if not a.depths or min(a.depths) < 0 or max(a.depths) > a.layers:
         raise ValueError(f"depths={a.depths}: decoder states are numbered 0 to layers={a.layers}")
-    inner, hidden = a.heads * a.head_size, math.ceil(a.expansion * a.width)
     encoder, registers, layers, reads, rest = keys.split(key, 5)
     draws = iter(keys.split(rest, 6))
-
-    def layer(key: Tensor) -> Parameters:
-        own = iter(keys.split(key, 6))
-        return {
-            "norm1": _ones(key, a.width),
-            "norm2": _ones(key, a.width),
-            "film": linear(next(own), 4 * a.width, 2, 0.1),
-            "qkv": _matrix(next(own), 3 * inner, a.width),
-            "norm_query": _ones(key, a.head_size),
-            "norm_key": _ones(key, a.head_size),
-            "gate": linear(next(own), inner, a.width),
-            "merge": _matrix(next(own), a.width, inner, 1 / math.sqrt(2 * a.layers)),
-            "expand": _matrix(next(own), 2 * hidden, a.width),
-            "contract": _matrix(next(own), a.width, hidden, 1 / math.sqrt(2 * a.layers)),
-        }
-
-    def read(key: Tensor) -> Parameters:
-        own = iter(keys.split(key, 4))
-        return {
-            "norm": _ones(key, a.width),
-            "query": _matrix(next(own), inner, a.anchor),
-            "key_value": _matrix(next(own), 2 * inner, a.width),
-            "norm_query": _ones(key, a.head_size),
-            "norm_key": _ones(key, a.head_size),
-            "gate": linear(next(own), inner, a.anchor),
-            "merge": _matrix(next(own), a.anchor, inner),
-        }
-
     zero = {"weight": torch.zeros(3, 2 * a.anchor, device=key.device), "bias": torch.zeros(3, device=key.device)}
     return {
         "encoder": point_encoder.init(encoder, a.channels, a.width),
         "registers": keys.normal(registers, (a.registers, a.width)),
-        "layers": [layer(k) for k in keys.split(layers, a.layers)],
+        "layers": [_init_layer(k, a) for k in keys.split(layers, a.layers)],
         "anchor1": linear(next(draws), a.anchor, a.channels, 1.4),
         "anchor2": linear(next(draws), a.anchor, a.anchor),
         "own": linear(next(draws), a.anchor, FEATURES),
-        "reads": [read(k) for k in keys.split(reads, len(a.depths))],
+        "reads": [_init_read(k, a) for k in keys.split(reads, len(a.depths))],
         "norm": _ones(key, a.anchor),
         "film": linear(next(draws), 2 * a.anchor, 2, 0.1),
         "head": linear(next(draws), 4 * a.anchor, a.anchor + FEATURES),
         "out": zero,
+    }
+
+
+def _init_layer(key: Tensor, a: Architecture) -> Parameters:
+    """Returns a layer of the decoder, see `_layer`."""
+    own, inner, hidden = iter(keys.split(key, 6)), a.heads * a.head_size, math.ceil(a.expansion * a.width)
+    return {
+        "norm1": _ones(key, a.width),
+        "norm2": _ones(key, a.width),
+        "film": linear(next(own), 4 * a.width, 2, 0.1),
+        "qkv": _matrix(next(own), 3 * inner, a.width),
+        "norm_query": _ones(key, a.head_size),
+        "norm_key": _ones(key, a.head_size),
+        "gate": linear(next(own), inner, a.width),
+        "merge": _matrix(next(own), a.width, inner, 1 / math.sqrt(2 * a.layers)),
+        "expand": _matrix(next(own), 2 * hidden, a.width),
+        "contract": _matrix(next(own), a.width, hidden, 1 / math.sqrt(2 * a.layers)),
+    }
+
+
+def _init_read(key: Tensor, a: Architecture) -> Parameters:
+    """Returns what reads one decoder state, see `_read`."""
+    own, inner = iter(keys.split(key, 4)), a.heads * a.head_size
+    return {
+        "norm": _ones(key, a.width),
+        "query": _matrix(next(own), inner, a.anchor),
+        "key_value": _matrix(next(own), 2 * inner, a.width),
+        "norm_query": _ones(key, a.head_size),
+        "norm_key": _ones(key, a.head_size),
+        "gate": linear(next(own), inner, a.anchor),
+        "merge": _matrix(next(own), a.anchor, inner),
     }
 
 

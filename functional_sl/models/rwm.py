@@ -149,9 +149,9 @@ def roll_out(params: Model, states: Tensor, actions: Tensor, block: int) -> Fore
             )
             for i in range(members)
         ]
-        found.append(tree.map(lambda *parts: torch.cat(parts), *own))
+        found.append(tree.concatenate(own))
         past = torch.cat([past, found[-1].mean], 2)
-    return tree.map(lambda *parts: torch.cat(parts, 2), *found)
+    return tree.concatenate(found, 2)
 
 
 def likelihood(mean: Tensor, log_std: Tensor, target: Tensor, beta: float) -> Tensor:

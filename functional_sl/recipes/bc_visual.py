@@ -251,6 +251,6 @@ def _draw(task: Task, params: Parameters, buffers: Scales, folder: str, schema: 
     device = buffers.action.mean.device
     parts = list(chunks.batches(task.config, tree.to(validation, device), _PLANNED))
     planned = torch.cat([visual_policy.act(params, buffers, task.architecture, part.observation) for part in parts])
-    recorded = tree.map(lambda *xs: torch.cat(xs), *(part._replace(observation=part.valid) for part in parts))
+    recorded = tree.concatenate(part._replace(observation=part.valid) for part in parts)
     channels = {feature.name: feature.channels for feature in schema.features}[ACTION]
     chunk_pictures.draw(folder, planned, recorded, int(validation.end[0]), channels, schema.step_dt)

@@ -23,7 +23,7 @@ from functional_sl.models.articulation import ROBOTS, Robot
 from functional_sl.models.nerd import Convention, Statistics
 from functional_sl.models.transformer import Architecture, Parameters
 from functional_sl.recipe import Recipe
-from functional_sl.run import figures, files
+from functional_sl.run import checks, figures, files
 from functional_sl.run.cli import option
 from functional_sl.sources import nerd_data
 from functional_sl.sources.nerd_data import Trajectories
@@ -69,11 +69,7 @@ class NeRD:
 
     def __post_init__(self) -> None:
         """Raises ValueError for the first setting, or pair of settings, that cannot be meant."""
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            numbers = value if isinstance(value, tuple) else (value,)
-            if field.name != "data_seed" and any(isinstance(n, int) and n < 1 for n in numbers):
-                raise ValueError(f"{field.name}={value}: must be positive")
+        checks.integers(self, but=("data_seed",))
         for small, large in (("history", "steps"), ("history", "context")):
             if getattr(self, small) > getattr(self, large):
                 raise ValueError(f"{small}={self.__dict__[small]}: must not exceed {large}={self.__dict__[large]}")
@@ -147,7 +143,7 @@ def transitions(robot: Robot, convention: Convention, data: Trajectories) -> Tra
         inputs = nerd.features(convention, now, actuation, *_contacts(robot, now, ground), _down(now))
         targets = nerd.relative(convention, nerd.to_frame(convention, now, now), nerd.to_frame(convention, after, now))
         parts.append(Transitions(inputs.to(torch.float32), targets.to(torch.float32)))
-    return tree.map(lambda *xs: torch.cat(xs), *parts)
+    return tree.concatenate(parts)
 
 
 def fit(data: Transitions) -> Statistics:
@@ -176,7 +172,7 @@ def batches(data: Transitions, batch_size: int, *, history: int) -> Iterator[Tra
 
 
 def count(batch: Transitions, *, active: int) -> Tensor:
-    """Returns the number of supervised (window, position, channel) triples, [] int64."""
+    """Returns the number of supervised (window, position, channel) triples, () int64."""
     windows, positions = batch.targets.shape[:2]
     return torch.full((), windows * positions * active, dtype=torch.int64, device=batch.targets.device)
 
@@ -274,12 +270,7 @@ def _trajectories(config: NeRD, name: str, **drawn: Any) -> tuple[Trajectories, 
         return nerd_data.read(file, robot, asked)
     data = nerd_data.generate(robot, config.source, keys.fold_in(keys.key(config.data_seed), _STREAMS[name]), **drawn)
     if config.path:
-        # Ranks that find none generate the same bytes, and a file appears as a whole.
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            nerd_data.write(file, robot, config.source, data, asked)
-        except OSError as error:
-            raise ValueError(files.explain(error, file, 8 * tree.size(data))) from error
+        files.keep(file, lambda file: nerd_data.write(file, robot, config.source, data, asked), 8 * tree.size(data))
     return data, nerd_data.simulator(config.source)
 
 

@@ -23,7 +23,7 @@ from functional_sl.models.rigidformer import Architecture
 from functional_sl.recipe import Recipe
 from functional_sl.recipes import rigid_bundle, rigid_evaluation, rigid_loss
 from functional_sl.recipes.rigid_evaluation import Course
-from functional_sl.run import files
+from functional_sl.run import checks, files
 from functional_sl.run.cli import option
 from functional_sl.sources import rigid_bodies, rigid_clips
 from functional_sl.sources.rigid_bodies import FRAME_DT, Ranges, Scenes
@@ -65,14 +65,10 @@ class RigidFormer:
 
     def __post_init__(self) -> None:
         """Raises ValueError for the first setting, or pair of settings, that cannot be meant."""
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            numbers = value if isinstance(value, tuple) else (value,)
-            least = 0 if field.name in ("depths", "registers") else 1
-            if value == ():
-                raise ValueError(f"{field.name}=(): must name at least one")
-            if field.name != "data_seed" and any(isinstance(n, int) and n < least for n in numbers):
-                raise ValueError(f"{field.name}={value}: must be at least {least}")
+        for name in ("objects", "points", "steps", "depths", "horizons"):
+            checks.require(self, getattr(self, name) != (), (name,), "must name at least one")
+        checks.integers(self, but=("data_seed", "depths", "registers"))
+        checks.integers(self, least=0, but=("data_seed",))
         rigid_bodies.check(ranges(self))
         if self.clip < 3:
             raise ValueError(f"clip={self.clip}: two observed frames and at least one more")
@@ -153,7 +149,7 @@ def clips(config: RigidFormer, scenes: Scenes) -> Clips:
             parts.append(
                 rigid_clips.at(scenes, torch.arange(len(full)), full, torch.full_like(full, step), config.clip)
             )
-    return tree.map(lambda *xs: torch.cat(xs), *parts)
+    return tree.concatenate(parts)
 
 
 def loss(a: Architecture, params: Parameters, buffers: tuple, batch: Clips, key: Tensor) -> tuple[Tensor, Aux]:
@@ -193,12 +189,7 @@ def _scenes(config: RigidFormer, name: str, number: int) -> tuple[Scenes, str]:
     key = keys.fold_in(keys.key(config.data_seed), _STREAMS[name])
     made = rigid_bodies.generate(key, number, ranges(config))
     if config.path:
-        # Ranks that find none generate the same bytes, and a file appears as a whole.
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            rigid_bodies.write(file, made, asked)
-        except OSError as error:
-            raise ValueError(files.explain(error, file, 8 * tree.size(made))) from error
+        files.keep(file, lambda file: rigid_bodies.write(file, made, asked), 8 * tree.size(made))
     return made, rigid_bodies.conventions()["simulator"]
 
 

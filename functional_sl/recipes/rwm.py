@@ -26,7 +26,7 @@ from functional_sl.models.rwm import Architecture, Model, Scales
 from functional_sl.recipe import Recipe
 from functional_sl.recipes import rwm_forecasts
 from functional_sl.recipes.rwm_forecasts import Judged
-from functional_sl.run import figures, files
+from functional_sl.run import checks, figures, files
 from functional_sl.run.cli import option
 from functional_sl.sources import episodes, quadruped
 from functional_sl.sources.episodes import Episodes
@@ -61,11 +61,7 @@ class RWM:
 
     def __post_init__(self) -> None:
         """Raises ValueError for the first setting, or pair of settings, that cannot be meant."""
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            numbers = value if isinstance(value, tuple) else (value,)
-            if field.name != "data_seed" and any(isinstance(n, int) and n < 1 for n in numbers):
-                raise ValueError(f"{field.name}={value}: must be positive")
+        checks.integers(self, but=("data_seed",))
         if not 0 < self.held_out < 1:
             raise ValueError(f"held_out={self.held_out}: a share above 0 and below 1")
         for name in ("decay", "beta"):
@@ -230,7 +226,7 @@ def batches(task: Task, frames: Frames, batch_size: int) -> Iterator[Windows]:
 
 
 def count(batch: Windows) -> Tensor:
-    """Returns the number of valid (window, step) pairs over all members' samples, [] int64."""
+    """Returns the number of valid (window, step) pairs over all members' samples, () int64."""
     return (batch.valid.sum(1, dtype=torch.int64)[:, None] * batch.weight).sum()
 
 
@@ -364,12 +360,7 @@ def _episodes(config: RWM) -> Episodes:
         return quadruped.read(file, drawn)
     made = quadruped.generate(**drawn)
     if config.path:
-        # Ranks that find none generate the same bytes, and a file appears as a whole.
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            episodes.write(file, made)
-        except OSError as error:
-            raise ValueError(files.explain(error, file, 4 * tree.size(dict(made.values)))) from error
+        files.keep(file, lambda file: episodes.write(file, made), 4 * tree.size(dict(made.values)))
     return made
 
 

@@ -39,7 +39,6 @@ class Parsed(NamedTuple):
 
     config: Any  # an instance of the config class
     given: frozenset[str]  # the fields that a preset, a file or a flag named, even if with their default
-    extra: Any  # an instance of the class of extra flags, or None
 
 
 class _Option(NamedTuple):
@@ -76,7 +75,6 @@ def parse(
     description: str = "",
     presets: Mapping[str, Mapping[str, object]] | None = None,
     default_preset: str | Callable[[Mapping[str, Any]], str] | None = None,
-    extra: type | None = None,
 ) -> Parsed:
     """Builds a config from default < `--preset=NAME` < `--config=PATH.yaml` < flags.
 
@@ -91,7 +89,6 @@ def parse(
       presets: field values by preset name.
       default_preset: the preset without `--preset`, or a function that chooses it by the values that a file and flags
         gave; the fields that it names do not count as given.
-      extra: a dataclass of flags that are no part of the config (neither presets nor files set them).
 
     Raises:
       UsageError: an unknown name, a wrong value, a flag given twice, a file that cannot be read, or a
@@ -99,10 +96,9 @@ def parse(
     """
     presets = presets or {}
     options = _options(config_class)
-    extras = _options(extra) if extra else {}
     general = _general(presets)
-    known = {**general, **extras, **options}
-    if len(known) < len(general) + len(extras) + len(options):
+    known = {**general, **options}
+    if len(known) < len(general) + len(options):
         raise TypeError(f"{config_class.__name__}: a field has the name of another flag; rename it: {list(known)}")
     texts = _tokenize(known, sys.argv[1:] if argv is None else argv)
     flagged = {name: _convert(known[name], text, f"--{name}") for name, text in texts.items()}
@@ -116,14 +112,9 @@ def parse(
     layers = (preset(flagged["preset"]) if "preset" in flagged else {}) | asked
     fallback = preset(default) if default and "preset" not in flagged else {}
     if flagged.get("help"):
-        _emit(sys.stdout, _help(program, description, _general(presets, default), extras, options, fallback | layers))
+        _emit(sys.stdout, _help(program, description, _general(presets, default), options, fallback | layers))
         raise SystemExit(0)
-    others = {name: value for name, value in flagged.items() if name in extras}
-    return Parsed(
-        config=_build(config_class, fallback | layers),
-        given=frozenset(layers) | frozenset(others),
-        extra=_build(extra, others) if extra else None,
-    )
+    return Parsed(_build(config_class, fallback | layers), frozenset(layers))
 
 
 @contextlib.contextmanager
@@ -132,7 +123,7 @@ def exit_on_usage_error(program: str) -> Iterator[None]:
     try:
         yield
     except UsageError as error:
-        _emit(sys.stderr, f"{program}: {_one_line(error)}\n")
+        _emit(sys.stderr, f"{program}: {one_line(error)}\n")
         raise SystemExit(2) from None
 
 
@@ -220,7 +211,7 @@ def _tokenize(options: Mapping[str, _Option], argv: Sequence[str]) -> dict[str, 
     except flags.UnrecognizedFlagError as error:
         raise _unknown("unknown flag --", error.flagname, spellings, "--") from None
     except (flags.Error, ValueError) as error:
-        raise UsageError(_one_line(error)) from None
+        raise UsageError(one_line(error)) from None
     if rest:
         hint = "; a boolean takes its value after =" if rest[0] in ("true", "false") else ""
         raise UsageError(f"unexpected argument {rest[0]!r}; options are spelled --name=value{hint}")
@@ -303,7 +294,7 @@ def _read_yaml(options: Mapping[str, _Option], path: str | os.PathLike[str]) -> 
     except OSError as error:
         raise UsageError(f"cannot read {os.fspath(path)!r}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeError) as error:
-        raise UsageError(f"{os.fspath(path)} is no YAML file: {_one_line(error)}") from None
+        raise UsageError(f"{os.fspath(path)} is no YAML file: {one_line(error)}") from None
     if root is not None and not isinstance(root, yaml.MappingNode):
         raise UsageError(f"{os.fspath(path)}: expected lines of `name: value`")
     values: dict[str, Any] = {}
@@ -327,10 +318,11 @@ def _build(config_class: type[Config], values: Mapping[str, Any]) -> Config:
     try:
         return config_class(**values)
     except ValueError as error:
-        raise UsageError(_one_line(error)) from None
+        raise UsageError(one_line(error)) from None
 
 
-def _one_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
+    """Returns what an error says, in one line."""
     return " ".join(str(error).split())
 
 
@@ -338,7 +330,6 @@ def _help(
     program: str,
     description: str,
     general: Mapping[str, _Option],
-    extras: Mapping[str, _Option],
     options: Mapping[str, _Option],
     values: Mapping[str, Any],
 ) -> str:
@@ -347,7 +338,7 @@ def _help(
     if description:
         lines += ["", *textwrap.wrap(description, width)]
     lines.append("")
-    for o in (*general.values(), *extras.values(), *options.values()):
+    for o in (*general.values(), *options.values()):
         if o.group:
             lines += ["", *textwrap.wrap(f"{o.group}:", width)]
         shown = "" if o.name in general else f"default: {_text(values.get(o.name, o.default))}"

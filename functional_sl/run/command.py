@@ -11,7 +11,7 @@ from typing import Any
 
 from functional_sl.parallel.errors import LostRank
 from functional_sl.run import metrics
-from functional_sl.run.cli import UsageError
+from functional_sl.run.cli import UsageError, one_line
 from functional_sl.run.manifest import SnapshotError
 from functional_sl.run.runlog import RunError
 
@@ -27,7 +27,7 @@ def exit_on_failure(program: str, *kinds: type[Exception]) -> Iterator[None]:
     try:
         yield
     except (RunError, SnapshotError, *kinds) as error:
-        sys.exit(f"{program}: {' '.join(str(error).split())}")
+        sys.exit(f"{program}: {one_line(error)}")
     except KeyboardInterrupt:
         with contextlib.suppress(OSError):
             print(f"{program}: interrupted", file=sys.stderr)

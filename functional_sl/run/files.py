@@ -8,7 +8,7 @@ import hashlib
 import os
 import secrets
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -69,6 +69,26 @@ def publish(temporary: Path, path: Path) -> None:
 def write_whole(path: Path, data: bytes) -> None:
     """Writes `data` to `path`: whatever interrupts it, the file is the old one or the new one."""
     publish(stage(path.parent, [data]).path, path)
+
+
+def keep(path: Path, write: Callable[[Path], object], needed: int) -> None:
+    """Has data that were generated written where the next start finds them.
+
+    Ranks that find none generate the same bytes, and a file appears as a whole, so that all of them may write it.
+
+    Args:
+      path: the file; its folder is made.
+      write: writes it, whole or not at all.
+      needed: its bytes, about, for the error.
+
+    Raises:
+      ValueError: if it cannot be written, as `explain`.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(path)
+    except OSError as error:
+        raise ValueError(explain(error, path, needed)) from error
 
 
 def sync_folder(folder: Path) -> None:

@@ -193,11 +193,7 @@ def roll_out(sim: Simulator, key: Tensor, worlds: int, steps: int, longest: int,
         done = fallen | broken | (step == longest)
         if bool(done.any()):
             state = sim.reset(state, done, *_pose(model, keys.fold_in(start, t + 1), worlds))
-            command = tree.map(
-                lambda new, old, done=done: torch.where(done.reshape(-1, *[1] * (old.ndim - 1)), new, old),
-                draw_command(keys.fold_in(commands, t + 1), worlds, joints),
-                command,
-            )
+            command = tree.where_rows(done, draw_command(keys.fold_in(commands, t + 1), worlds, joints), command)
             target = torch.where(done[:, None], model.default_joint_pos, target)
             step, episode = torch.where(done, 0, step), episode + done
     return ring

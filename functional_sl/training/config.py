@@ -6,8 +6,8 @@ This module imports no torch, so that `--help` is quick.
 from __future__ import annotations
 
 import dataclasses
-import math
 
+from functional_sl.run.checks import require
 from functional_sl.run.cli import option
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -74,33 +74,35 @@ class TrainConfig:
     def __post_init__(self) -> None:
         """Raises ValueError for the first setting, or pair of settings, that cannot be meant."""
         for name in _POSITIVE:
-            self._require(getattr(self, name) > 0, name, rule="must be positive")
+            require(self, getattr(self, name) > 0, (name,), "must be positive")
         for name in _NOT_NEGATIVE:
-            self._require(getattr(self, name) >= 0, name, rule="must not be negative")
+            require(self, getattr(self, name) >= 0, (name,), "must not be negative")
         for name in ("momentum", "b1", "b2"):
-            self._require(0 <= getattr(self, name) < 1, name, rule="must lie in [0, 1)")
-        self._require(self.seed < 2**32, "seed", rule="must lie below 2**32")
-        self._require(self.clip_norm is None or self.clip_norm > 0, "clip_norm", rule="must be positive or none")
-        self._require(
-            self.optimizer != "adam" or not self.weight_decay, "optimizer", "weight_decay", rule="adamw decays weights"
+            require(self, 0 <= getattr(self, name) < 1, (name,), "must lie in [0, 1)")
+        require(self, self.seed < 2**32, ("seed",), "must lie below 2**32")
+        require(self, self.clip_norm is None or self.clip_norm > 0, ("clip_norm",), "must be positive or none")
+        require(
+            self,
+            self.optimizer != "adam" or not self.weight_decay,
+            ("optimizer", "weight_decay"),
+            "adamw decays weights",
         )
-        self._require(self.optimizer == "sgd" or not self.momentum, "optimizer", "momentum", rule="sgd has momentum")
+        require(self, self.optimizer == "sgd" or not self.momentum, ("optimizer", "momentum"), "sgd has momentum")
         decay = self.lr_decay_updates
-        self._require(
-            not decay or self.lr_warmup_updates <= decay, "lr_warmup_updates", "lr_decay_updates",
-            rule="the warm-up is part of the decay",
-        )  # fmt: skip
+        require(
+            self,
+            not decay or self.lr_warmup_updates <= decay,
+            ("lr_warmup_updates", "lr_decay_updates"),
+            "the warm-up is part of the decay",
+        )
         clash = {"cpu": "nccl", "cuda": "gloo"}.get(self.device)
-        self._require(self.backend != clash, "device", "backend", rule="nccl moves CUDA tensors, gloo a CPU's")
-        self._require(
-            self.resume is None or self.init_from is None, "resume", "init_from",
-            rule="one goes on with a run, the other starts a new one",
-        )  # fmt: skip
-
-    def _require(self, condition: bool, *names: str, rule: str) -> None:
-        values = [getattr(self, name) for name in names]
-        if not condition or any(isinstance(v, float) and not math.isfinite(v) for v in values):
-            raise ValueError(f"{', '.join(f'{n}={v}' for n, v in zip(names, values, strict=True))}: {rule}")
+        require(self, self.backend != clash, ("device", "backend"), "nccl moves CUDA tensors, gloo a CPU's")
+        require(
+            self,
+            self.resume is None or self.init_from is None,
+            ("resume", "init_from"),
+            "one goes on with a run, the other starts a new one",
+        )
 
 
 MAY_CHANGE = frozenset(

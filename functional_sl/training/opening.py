@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from functional_sl import capture, data, keys, tree, wire
+from functional_sl import capture, keys, tree, wire
 from functional_sl.parallel import collectives, watchdog
 from functional_sl.parallel.errors import RankError
 from functional_sl.parallel.likeness import check_alike
@@ -125,7 +125,7 @@ def _build(asked: Request, config: TrainConfig, here: World) -> tuple[Recipe, st
     admission.check_built(recipe, str(config.recipe))
     if not recipe.captured and config.compile == "true":
         raise cli.UsageError(f"--compile=true: recipe {recipe.name} draws on the host and cannot be compiled")
-    digest = data.digest((recipe.data, recipe.validation))
+    digest = tree.digest((recipe.data, recipe.validation))
     # The data's making leaves no trace in what the run draws.
     generators.seed(_stream(config, update.HOST, here.rank))
     return recipe._replace(

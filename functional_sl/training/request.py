@@ -146,7 +146,7 @@ def _split(whole: Any, builder: Builder) -> tuple[TrainConfig, Any]:
         try:
             parts.append(kind(**{name: getattr(whole, name) for name in _names(kind)}))
         except ValueError as error:
-            raise UsageError(" ".join(str(error).split())) from error
+            raise UsageError(cli.one_line(error)) from error
     return tuple(parts)
 
 

@@ -150,7 +150,7 @@ def test_films_and_evaluations_leave_training_alone(tmp_path, monkeypatch):
         tiny_runs.run(tmp_path / "blind", eval_episodes=0)
 
         def drawing(self, due, progress):
-            path = tmp_path / f"{self._env_steps}.gif"
+            path = tmp_path / f"{self._clock.env_steps}.gif"
             film(path, self._run.env, self._policies()[0], self._evaluation_keys()[0], torch.float32)
             draw(self, due, progress)
 

@@ -14,6 +14,7 @@ from equal import assert_bits_equal
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from functional_sac import opening
+from functional_sac.plan import Clock
 from functional_sl import tree
 from functional_sl.run import runlog
 from functional_sl.run.cli import UsageError
@@ -86,7 +87,7 @@ def test_a_longer_run_equals_a_straight_one(tmp_path):
 def test_the_notes_tell_what_a_resume_changes(run_dir):
     config = tiny_runs.config(resume=str(run_dir), env_steps=80)
     with opening.open_run(config, frozenset({"env_steps"})) as run:
-        assert run.start[:3] == (60, 23, 30)
+        assert run.start.clock == Clock(60, 23, 30)
         assert run.start.notes == (
             f"resumed from {snapshot_of(run_dir, 60)} at 60 environment steps",
             "env_steps is 80 now; lr_decay_updates stays 40",
@@ -159,7 +160,7 @@ def test_without_the_replay_a_resume_refills_it(tmp_path):
     config = tiny_runs.config(resume=str(run_dir), env_steps=35)
     with opening.open_run(config, frozenset({"env_steps"})) as run:
         assert "the snapshot holds no replay: it is filled anew, and learning goes on at 36" in run.start.notes[1]
-        assert run.start[:3] == (20, 3, 0)
+        assert run.start.clock == Clock(20, 3, 0)
     tiny_runs.resume(run_dir, env_steps=60, log_every=2)
     learned = {record["step"]: record["updates"] for record in tiny_runs.records(run_dir)}
     assert [learned[step] for step in (20, 22, 34, 36, 60)] == [3, 3, 3, 4, 16]
@@ -242,7 +243,7 @@ def test_init_from_takes_networks_statistics_and_temperature_only(run_dir, tmp_p
     with opening.open_run(tiny_runs.config(tmp_path / "new", seed=7, init_from=str(run_dir))) as run:
         (state,), start = run.states, run.start
     old = tiny_runs.state(run_dir)
-    assert start == opening.Start(0, 0, 0)
+    assert start == opening.Start(Clock())
     for name, mine in tiny_runs.named(state).items():
         taken = any(part in name for part in ("/params/", "/stats/", "/target/")) or name.endswith("temperature/params")
         source = old if taken else tiny_runs.named(fresh)

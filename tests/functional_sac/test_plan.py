@@ -104,6 +104,21 @@ def test_who_acts() -> None:
     assert plan.turn(SMALL, 0, learned=True) == plan.Turn(random=False, learn=False)
 
 
+def test_the_clock_moves_by_what_was_done() -> None:
+    """2 environments on 2 ranks, 3 updates a cycle of 2 variants, rows for a cycle after the third vector step."""
+    config, clock, told = run(num_envs=2, updates_per_step=3, learning_starts=6, batch_size=2), plan.Clock(), []
+    for _ in range(5):
+        random, phase = plan.iteration(config, clock, phases=2)
+        clock = plan.tick(config, clock, learned=phase is not None, ranks=2)
+        told.append((random, phase, clock.env_steps, clock.updates))
+    assert told == [(True, None, 4, 0), (True, None, 8, 0), (True, 0, 12, 3), (False, 1, 16, 6), (False, 0, 20, 9)]
+    # Of 4 environments' vector step one only begins an episode: 7 steps, and the replay may lack a vector step.
+    clock = plan.tick(run(learning_starts=12), plan.Clock(4, 0, 1), learned=False, idle=1)
+    assert clock == plan.Clock(7, 0, 2, 1)
+    assert plan.iteration(run(learning_starts=12), clock, 1) == (True, None)
+    assert plan.iteration(run(learning_starts=12), clock._replace(idle=0), 1) == (True, 0)
+
+
 def test_settle() -> None:
     """25 vector steps, the third of which has 10 rows: 23 cycles of 2 updates."""
     config = plan.settle(SMALL)

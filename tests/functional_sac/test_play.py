@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 
 import functional_sac
-from functional_sac import envs, loop, play, playing, trained
+from functional_sac import envs, evaluation, play, playing, trained
 from functional_sac.evaluation import Result
 from functional_sac.play import Settings
 from functional_sl import keys
@@ -37,7 +37,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def key(seed: int = 0) -> torch.Tensor:
-    return keys.fold_in(keys.key(seed), loop.EVALUATION_STREAM)
+    return keys.fold_in(keys.key(seed), evaluation.STREAM)
 
 
 def test_the_numbers_are_those_of_training_and_nothing_changes(finished: Path) -> None:

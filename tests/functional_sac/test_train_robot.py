@@ -20,7 +20,7 @@ from equal import assert_bits_equal
 
 pytest.importorskip("mujoco")
 
-from functional_sac import environment, loop, play, playing, reporting, train, trained
+from functional_sac import environment, evaluation, play, playing, reporting, train, trained
 from functional_sac.envs import robot as robots
 from functional_sac.play import Settings
 from functional_sac.tasks import tracking_terms
@@ -98,7 +98,7 @@ def test_playback_begins_with_the_first_frame_and_repeats_the_evaluation(finishe
 
 
 def test_episodes_in_blocks_begin_as_all_at_once(finished: Path) -> None:
-    policy, key = trained.read(str(finished)), keys.fold_in(keys.key(0), loop.EVALUATION_STREAM)
+    policy, key = trained.read(str(finished)), keys.fold_in(keys.key(0), evaluation.STREAM)
     with contextlib.closing(trained.environment(policy)) as env:
         state, observation = env.init(key, 5)
         assert (state.physics.memory.own.frame == 0).all()

@@ -1,4 +1,4 @@
-"""Samplers are functions of key alone, and a data set's digest is that of its content."""
+"""Samplers are functions of key alone."""
 
 from __future__ import annotations
 
@@ -34,15 +34,3 @@ def test_rows_must_match() -> None:
     for empty in ({}, {"a": torch.zeros(0, 3)}, {"a": torch.tensor(1.0)}):
         with pytest.raises(ValueError, match="at least one row"):
             data.size(empty)
-
-
-def test_the_digest_sees_names_types_shapes_and_bits() -> None:
-    base = {"a": torch.tensor([0.0, 1.0])}
-    others = [
-        {"b": torch.tensor([0.0, 1.0])},
-        {"a": torch.tensor([-0.0, 1.0])},
-        {"a": torch.tensor([[0.0, 1.0]])},
-        {"a": torch.tensor([0.0, 1.0]).view(torch.int32)},
-    ]
-    assert len({data.digest(values) for values in (base, *others)}) == 5
-    assert data.digest({"a": torch.tensor([[0.0, 5.0], [1.0, 5.0]])[:, 0]}) == data.digest(base)

@@ -76,6 +76,12 @@ def test_stack_and_index_are_inverses() -> None:
     assert_bits_equal(tree.index(stacked, 1), example(5))
 
 
+def test_concatenate_joins_along_an_axis() -> None:
+    assert_bits_equal(tree.concatenate([{"a": arange(2)}, {"a": arange(3, start=2)}]), {"a": arange(5)})
+    rows = tree.concatenate(({"a": arange(2, 2)}, {"a": arange(2, 1)}), axis=1)
+    assert rows["a"].tolist() == [[0, 1, 0], [2, 3, 1]]
+
+
 @pytest.mark.parametrize("condition", [True, False])
 def test_where_takes_one_side_whole(condition: bool) -> None:
     """Also the NaNs of the chosen side, and none of the other's."""
@@ -86,6 +92,14 @@ def test_where_takes_one_side_whole(condition: bool) -> None:
     chosen = tree.where(torch.tensor(condition), new, old)
     assert_bits_equal(chosen, new if condition else old)
     assert chosen["s"] is shared
+
+
+def test_where_rows_takes_each_row_from_one_side() -> None:
+    rows = torch.tensor([True, False])
+    new, old = {"v": arange(2), "m": arange(2, 2)}, {"v": arange(2, start=10), "m": torch.full((2, 2), float("nan"))}
+    chosen = tree.where_rows(rows, new, old)
+    assert chosen["v"].tolist() == [0, 11]
+    assert_bits_equal(chosen["m"], torch.stack([new["m"][0], old["m"][1]]))
 
 
 def test_clone_is_contiguous_and_apart() -> None:
@@ -149,3 +163,15 @@ def test_overlapping() -> None:
     assert tree.overlapping({"a": buffer, "b": buffer}) == ("a", "b")
     # The spans of two columns cross, though no element is in both.
     assert tree.overlapping(list(buffer.reshape(5, 2).T)) == ("0", "1")
+
+
+def test_the_digest_sees_names_types_shapes_and_bits() -> None:
+    base = {"a": torch.tensor([0.0, 1.0])}
+    others = [
+        {"b": torch.tensor([0.0, 1.0])},
+        {"a": torch.tensor([-0.0, 1.0])},
+        {"a": torch.tensor([[0.0, 1.0]])},
+        {"a": torch.tensor([0.0, 1.0]).view(torch.int32)},
+    ]
+    assert len({tree.digest(values) for values in (base, *others)}) == 5
+    assert tree.digest({"a": torch.tensor([[0.0, 5.0], [1.0, 5.0]])[:, 0]}) == tree.digest(base)

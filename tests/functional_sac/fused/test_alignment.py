@@ -25,7 +25,7 @@ def critics(seed: int, members: int, inputs: int) -> Critic:
 def test_critics_become_one_stack(device: str, dtype: torch.dtype, members: tuple[int, ...], inputs: int) -> None:
     each = [critics(seed, count, inputs) for seed, count in enumerate(members)]
     found = tree.to(alignment.aligned(tree.to(each, device), dtype), "cpu")
-    trunk, w, _ = tree.map(lambda *parts: torch.cat(parts), *each)
+    trunk, w, _ = tree.concatenate(each)
     trunk = trunk._replace(w=F.pad(trunk.w, (0, -inputs % 8)))
     expected = [x.to(dtype) if x.ndim > 2 else x for x in (*tree.leaves(trunk), F.pad(w, (0, 0, 0, 5)))]
     assert tree.bits_equal(found, expected)

@@ -174,7 +174,7 @@ def test_samples_are_windows_of_the_data_and_batches_hold_every_anchor_once(tmp_
     rows = {tuple(row.tolist()) for row in whole.action.flatten(1)}
     drawn = made.sample(made.data, keys.key(3), 64)
     assert {tuple(row.tolist()) for row in drawn.action.flatten(1)} <= rows
-    assert_bits_equal(tree.map(lambda *x: torch.cat(x), *made.batches(made.data, 7)), whole)
+    assert_bits_equal(tree.concatenate(made.batches(made.data, 7)), whole)
 
 
 def test_mixture_answers_are_a_component(tmp_path: pathlib.Path) -> None:

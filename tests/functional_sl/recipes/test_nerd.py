@@ -12,7 +12,7 @@ import torch
 from ranks import run_ranks
 
 from functional_sl import bundle as bundles
-from functional_sl import data, keys, optim, recipe, schedules, tree
+from functional_sl import keys, optim, recipe, schedules, tree
 from functional_sl.models import nerd as model
 from functional_sl.models import transformer
 from functional_sl.models.articulation import CARTPOLE, ROBOTS
@@ -259,7 +259,7 @@ def test_data_are_kept_in_a_folder_and_read_again(tmp_path: Path, monkeypatch: p
 
 def build_in(path: str) -> list[str]:
     task = tiny(path=path)
-    return [data.digest(part) for part in (task.data, task.validation)]
+    return [tree.digest(part) for part in (task.data, task.validation)]
 
 
 def test_ranks_that_share_an_empty_folder_agree(tmp_path: Path) -> None:
@@ -281,8 +281,8 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
         ({"history": 6}, "history=6: must not exceed context=5"),
         ({"heads": 3}, "width=8: must be a multiple of heads=3"),
         ({"robot": "ant"}, "source=analytic: ant needs --source=mujoco"),
-        ({"trajectories": 0}, "trajectories=0: must be positive"),
-        ({"horizons": (3, 0)}, "horizons=.3, 0.: must be positive"),
+        ({"trajectories": 0}, "trajectories=0: must be at least 1"),
+        ({"horizons": (3, 0)}, "horizons=.3, 0.: must be at least 1"),
         ({"effort": 1.5}, r"effort=1.5: must lie in \[0, 1\]"),
     ],
 )

@@ -129,7 +129,7 @@ def full_batch(name: str) -> tuple[dict[str, torch.Tensor], int]:
             draw, noise = keys.split(keys.fold_in(stream, cursor)).unbind(0)
             parts.append((recipe.sample(recipe.data, draw, config.batch_size), keys.split(noise, 1)[0]))
         if not ENTRIES[name].noisy:
-            parts = [(tree.map(lambda *xs: torch.cat(xs), *(batch for batch, _ in parts)), parts[0][1])]
+            parts = [(tree.concatenate(batch for batch, _ in parts), parts[0][1])]
         items = sum(int(recipe.count(batch)) for batch, _ in parts)
         optimizer.zero_grad()
         (sum(recipe.loss(params, buffers, *part)[0] for part in parts) / items).backward()

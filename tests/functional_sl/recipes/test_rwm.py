@@ -318,7 +318,7 @@ def test_pictures_are_drawn(tiny: Any, tmp_path: Path) -> None:
     ("fields", "message"),
     [
         ({"history": 5}, "history=5 and the longest need 15 frames, but episode_steps=14"),
-        ({"forecast": 0}, "forecast=0: must be positive"),
+        ({"forecast": 0}, "forecast=0: must be at least 1"),
         ({"horizons": ()}, r"horizons=\(\)"),
         ({"decay": 1.5}, r"decay=1.5: must lie in \[0, 1\]"),
         ({"held_out": 1.0}, "held_out=1.0: a share"),

@@ -30,11 +30,6 @@ class Config:
             raise ValueError(f"num_envs must be at least 1;\ngot {self.num_envs}")
 
 
-@dataclasses.dataclass(frozen=True)
-class Extra:
-    resume: str | None = option(None, "Run directory to go on with.")
-
-
 PRESETS = {"small": {"num_envs": 2, "lr": 1}, "robot": {"num_envs": 4096, "dt": 0.01}}
 
 
@@ -50,7 +45,7 @@ def test_layers_override_in_order(tmp_path):
     parsed = parse("--preset=robot", f"--config={file}", "--lr", "0.25")
     assert parsed.config == Config(num_envs=4096, dt=0.005, lr=0.25, hidden=(8, 8))
     assert parsed.given == {"num_envs", "dt", "lr", "hidden", "seed"}
-    assert parse() == cli.Parsed(Config(), frozenset(), None)
+    assert parse() == cli.Parsed(Config(), frozenset())
 
 
 def test_the_default_preset_may_follow_from_the_other_values(tmp_path, capsys):
@@ -181,25 +176,15 @@ def test_digest_and_differing():
     assert cli.differing(Config(lr=1), Config(lr=1.0)) == ()
 
 
-def test_extra_flags_are_no_config_fields(tmp_path):
-    parsed = parse("--resume=runs/a", "--lr=1", extra=Extra)
-    assert parsed == cli.Parsed(Config(lr=1.0), frozenset({"resume", "lr"}), Extra("runs/a"))
-    assert parse(extra=Extra).extra == Extra(None)
-    file = tmp_path / "c.yaml"
-    file.write_text("resume: runs/a\n")
-    with pytest.raises(cli.UsageError, match="unknown key resume"):
-        parse(f"--config={file}", extra=Extra)
-
-
 @pytest.mark.parametrize("columns", [40, 80])
 def test_help_fits_the_terminal_in_field_order(columns, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", str(columns))
     with pytest.raises(SystemExit) as caught:
-        parse("--preset=robot", "--help", description="Trains a policy and says so at length.", extra=Extra)
+        parse("--preset=robot", "--help", description="Trains a policy and says so at length.")
     assert caught.value.code == 0
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) < columns
-    order = ["--help", "--config", "--preset", "--resume", "Run:", "--num_envs=INT (default: 4096)", "--lr=FLOAT"]
+    order = ["--help", "--config", "--preset", "Run:", "--num_envs=INT (default: 4096)", "--lr=FLOAT"]
     order += ["--compile=auto|true|false", "--[no]deterministic", "Model:", "--seed=INT|none (default: none)", "--task"]
     places = [text.index(part) for part in order]
     assert places == sorted(places)
