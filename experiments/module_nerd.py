@@ -11,7 +11,8 @@ from functional_sl.models import normalizer
 from functional_sl.models.nerd import Statistics
 from functional_sl.models.transformer import Architecture, Parameters
 from functional_sl.recipes import nerd
-from functional_sl.recipes.nerd import NeRD, Transitions
+from functional_sl.recipes.nerd import NeRD
+from functional_sl.recipes.nerd_windows import Transitions
 
 SIZES = {"small": {"width": 64, "layers": 2, "heads": 4}, "paper": {"width": 192, "layers": 6, "heads": 12}}
 

@@ -10,8 +10,9 @@ from experiments.twins import Twin
 from functional_sl import keys, tree
 from functional_sl.models import normalizer
 from functional_sl.models.rwm import LOG_STD, Model, Scales
-from functional_sl.recipes import rwm
-from functional_sl.recipes.rwm import RWM, Frames, Windows
+from functional_sl.recipes import rwm, rwm_windows
+from functional_sl.recipes.rwm import RWM
+from functional_sl.recipes.rwm_windows import Frames, Windows
 
 SIZES = {size: parts["recipe"] for size, parts in rwm.SIZES.items()}
 
@@ -83,7 +84,7 @@ def draw(settings: RWM, frames: Frames, batch_size: int) -> Windows:
     device = frames.anchor.device
     anchor = frames.anchor[torch.randint(len(frames.anchor), (batch_size,), device=device)]
     weight = torch.ones(batch_size, 1, dtype=torch.int64, device=device)
-    return Windows(*rwm.window(frames, anchor, settings.history, settings.forecast), weight)
+    return Windows(*rwm_windows.window(frames, anchor, settings.history, settings.forecast), weight)
 
 
 def settings(size: str) -> RWM:

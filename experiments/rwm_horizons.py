@@ -26,7 +26,7 @@ from functional_sac.envs import sketch
 from functional_sl import export, keys, train
 from functional_sl.models import normalizer
 from functional_sl.models import rwm as models
-from functional_sl.recipes import rwm, rwm_forecasts
+from functional_sl.recipes import rwm, rwm_forecasts, rwm_windows
 from functional_sl.recipes.rwm_forecasts import Judged, Run
 from functional_sl.run import cli, figures, manifest, resuming, video
 from functional_sl.sim import make, rotation
@@ -88,7 +88,7 @@ def forecasts(run: Path, every: int, block: int) -> Forecasts:
     judged = rwm.judge(task, frames, params, scales)
     horizon = max(config.horizons)
     whole = frames.anchor[judged.valid.all(1)]
-    state, action, *_ = rwm.window(frames, whole, config.history, horizon)
+    state, action, *_ = rwm_windows.window(frames, whole, config.history, horizon)
     return Forecasts(task, judged, rwm_forecasts.run(params, scales, config.history, config.block, state, action))
 
 
@@ -104,7 +104,7 @@ def compare(found: dict[str, Forecasts]) -> dict[str, Any]:
             "the runs held out other episodes: give both the same --path, --data_seed, --held_out, --history"
         )
     first, valid, episode = one.judged.errors[rwm_forecasts.MODEL], one.judged.valid, one.judged.episode
-    weight = rwm.bootstrap(keys.key(0), int(episode.max()) + 1, RESAMPLES)
+    weight = rwm_windows.bootstrap(keys.key(0), int(episode.max()) + 1, RESAMPLES)
     sides = {label: other.judged.errors[rwm_forecasts.MODEL], MEAN: one.judged.errors[rwm_forecasts.MEAN]}
     table = {}
     for name, side in sides.items():

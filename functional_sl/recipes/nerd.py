@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,23 +17,21 @@ import torch
 from torch import Tensor
 
 from functional_sl import keys, tree
-from functional_sl.bundle import Bundle
-from functional_sl.models import articulation, nerd, normalizer, transformer
+from functional_sl.models import nerd, normalizer, transformer
 from functional_sl.models.articulation import ROBOTS, Robot
 from functional_sl.models.nerd import Convention, Statistics
 from functional_sl.models.transformer import Architecture, Parameters
 from functional_sl.recipe import Recipe
+from functional_sl.recipes import nerd_bundle, nerd_windows
+from functional_sl.recipes.nerd_windows import Transitions
 from functional_sl.run import checks, figures, files
 from functional_sl.run.cli import option
 from functional_sl.sources import nerd_data
 from functional_sl.sources.nerd_data import Trajectories
 from functional_sl.step import Aux
 
-EPS = 1e-5  # under the root of a channel's variance
-_INACTIVE = 1e-9  # a target with a smaller standard deviation never changes
 _GREATEST = 1e6  # an error of a roll-out
 _STREAMS = {"training": 0, "validation": 10, "passive": 500}  # of the seed; no two share a number
-_CHUNK = 512  # trajectories whose features are computed at once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,21 +79,12 @@ class NeRD:
             raise ValueError(f"source=analytic: {self.robot} needs --source=mujoco")
 
 
-class Transitions(NamedTuple):
-    """Network inputs and targets of every step, a row a trajectory."""
-
-    inputs: Tensor  # [N, T, F] float32
-    targets: Tensor  # [N, T, S] float32
-
-
 class Task(NamedTuple):
     """The static part of one build."""
 
     config: NeRD
     robot: Robot
     convention: Convention
-    architecture: Architecture
-    simulator: str
 
 
 def build(config: NeRD) -> Recipe:
@@ -109,72 +98,29 @@ def build(config: NeRD) -> Recipe:
     passive, third = _trajectories(config, "passive", count=config.evaluation_trajectories, **still)
     if len({simulator, second, third}) > 1:
         raise ValueError(f"{config.path}: its files come from {simulator}, {second} and {third}; make them with one")
-    data, validation = (transitions(robot, convention, x) for x in (training, held_out))
-    statistics = fit(data)
+    data, validation = (nerd_windows.transitions(robot, convention, x) for x in (training, held_out))
+    statistics = nerd_windows.fit(data)
     architecture = Architecture(
         data.inputs.shape[-1], robot.state_size, config.width, config.layers, config.heads, config.context
     )
-    task = Task(config, robot, convention, architecture, simulator)
+    task = Task(config, robot, convention)
+    schema = nerd_bundle.schema(robot, convention, config.history, simulator)
     return Recipe(
         name=f"nerd_{robot.name}",
-        schema=schema(task),
+        schema=schema,
         data=data,
         validation=validation,
         init=lambda key: (transformer.init(key, architecture), tree.to(tree.clone(statistics), key.device)),
-        sample=functools.partial(sample, history=config.history),
-        count=functools.partial(count, active=int(statistics.active.sum())),
+        sample=functools.partial(nerd_windows.sample, history=config.history),
+        count=functools.partial(nerd_windows.count, active=int(statistics.active.sum())),
         loss=functools.partial(loss, heads=config.heads),
-        batches=functools.partial(batches, history=config.history),
+        batches=functools.partial(nerd_windows.batches, history=config.history),
         validate=functools.partial(validate, heads=config.heads),
         evaluate=functools.partial(evaluate, task, passive),
         score=functools.partial(_score, horizon=min(config.horizons)),
-        bundle=functools.partial(bundle, task, held_out),
+        bundle=functools.partial(nerd_bundle.bundle, robot, convention, architecture, schema, held_out),
         draw=functools.partial(draw, task, passive),
     )
-
-
-def transitions(robot: Robot, convention: Convention, data: Trajectories) -> Transitions:
-    """Returns inputs and targets, computed in float64 and rounded once."""
-    parts = []
-    for i in range(0, len(data.states), _CHUNK):
-        states, actuation, normals, offsets = (x[i : i + _CHUNK] for x in data)
-        now, after = states[:, :-1], states[:, 1:]
-        ground = (normals[:, None].expand(*now.shape[:2], 3), offsets[:, None].expand(now.shape[:2]))
-        inputs = nerd.features(convention, now, actuation, *_contacts(robot, now, ground), _down(now))
-        targets = nerd.relative(convention, nerd.to_frame(convention, now, now), nerd.to_frame(convention, after, now))
-        parts.append(Transitions(inputs.to(torch.float32), targets.to(torch.float32)))
-    return tree.concatenate(parts)
-
-
-def fit(data: Transitions) -> Statistics:
-    """Returns the statistics of the training set: std = sqrt(var + 1e-5), and 1 for a channel that does not vary."""
-    return Statistics(
-        inputs=normalizer.fit(data.inputs, eps=EPS),
-        targets=normalizer.fit(data.targets, floor=_INACTIVE, eps=EPS),
-        active=~normalizer.constant(data.targets, floor=_INACTIVE),
-    )
-
-
-def sample(data: Transitions, key: Tensor, batch_size: int, *, history: int) -> Transitions:
-    """Returns windows [B, h, ...] drawn uniformly from every slice of `history` steps of every trajectory."""
-    trajectories, steps = data.inputs.shape[:2]
-    starts = steps - history + 1
-    drawn = keys.randint(key, (batch_size,), 0, trajectories * starts)
-    return _windows(data, drawn // starts, drawn % starts, history)
-
-
-def batches(data: Transitions, batch_size: int, *, history: int) -> Iterator[Transitions]:
-    """Yields every window once, a trajectory after the other."""
-    trajectories, steps = data.inputs.shape[:2]
-    starts = steps - history + 1
-    for windows in torch.arange(trajectories * starts, device=data.inputs.device).split(batch_size):
-        yield _windows(data, windows // starts, windows % starts, history)
-
-
-def count(batch: Transitions, *, active: int) -> Tensor:
-    """Returns the number of supervised (window, position, channel) triples, () int64."""
-    windows, positions = batch.targets.shape[:2]
-    return torch.full((), windows * positions * active, dtype=torch.int64, device=batch.targets.device)
 
 
 def error(params: Parameters, statistics: Statistics, batch: Transitions, heads: int) -> Tensor:
@@ -245,23 +191,6 @@ def _score(found: Mapping[str, float], *, horizon: int) -> float:
     return found[f"gain_{horizon}"]
 
 
-def _contacts(
-    robot: Robot, states: Tensor, ground: tuple[Tensor, Tensor]
-) -> tuple[articulation.Contacts | None, Tensor | None]:
-    if not robot.ground:
-        return None, None
-    return articulation.ground_contacts(robot, states, *ground), articulation.thickness(robot, states)
-
-
-def _down(like: Tensor) -> Tensor:
-    return like.new_tensor((0.0, 0.0, -1.0)).expand(*like.shape[:-1], 3)
-
-
-def _windows(data: Transitions, trajectory: Tensor, start: Tensor, history: int) -> Transitions:
-    steps = start[:, None] + torch.arange(history, device=start.device)
-    return Transitions(*(x[trajectory[:, None], steps] for x in data))
-
-
 def _trajectories(config: NeRD, name: str, **drawn: Any) -> tuple[Trajectories, str]:
     """Reads trajectories and their simulator from the folder, or generates them and keeps them there."""
     robot, file = ROBOTS[config.robot], Path(config.path or "").expanduser() / f"{name}.safetensors"
@@ -272,88 +201,6 @@ def _trajectories(config: NeRD, name: str, **drawn: Any) -> tuple[Trajectories, 
     if config.path:
         files.keep(file, lambda file: nerd_data.write(file, robot, config.source, data, asked), 8 * tree.size(data))
     return data, nerd_data.simulator(config.source)
-
-
-def input_features(task: Task) -> list[dict[str, Any]]:
-    """Returns name, width, frame and unit of the network's inputs, in order."""
-    own = {"world": "world", "body": "base of the same step", "translation": "origin at the base of the same step"}
-    frame, slots, robot = own[task.config.frame], len(task.robot.slots), task.robot
-    listed = []
-    for feature in target_features(task):
-        name, unit = feature["name"], feature["unit"]
-        circle = task.config.embedding == "sinusoidal" and feature["operator"] == "wrap"
-        listed += [(f"{f} {name}", 1, frame, "") for f in ("sin", "cos")] if circle else [(name, 1, frame, unit)]
-    if slots:
-        listed += [("contact_normals", 3 * slots, frame, ""), ("contact_points_1", 3 * slots, frame, "m")]
-        listed += [("contact_depths", slots, "", "m")]
-    listed += [(f"effort_{j.name}", 1, "joint", "N" if j.kind == "slide" else "N m") for j in robot.joints]
-    listed += [("gravity_dir", 3, frame, "")] if task.config.frame == "body" else []
-    return [dict(zip(("name", "width", "frame", "unit"), row, strict=True)) for row in listed]
-
-
-def target_features(task: Task) -> list[dict[str, Any]]:
-    """Returns name, channel, operator and unit of the network's targets, in order."""
-    operator = [kind for kind, i, j in nerd.operators(task.convention) for _ in range(i, j)]
-    return [
-        {"name": name, "channel": i, "operator": operator[i], "unit": unit}
-        for i, (name, unit) in enumerate(nerd_data.channels(task.robot))
-    ]
-
-
-def schema(task: Task) -> dict[str, Any]:
-    """Returns what makes data compatible with the model, as JSON."""
-    return {
-        "inputs": input_features(task),
-        "targets": target_features(task),
-        "history": task.config.history,
-        "frame": task.config.frame,
-        "conventions": nerd_data.conventions(task.robot, task.simulator),
-    }
-
-
-def bundle(task: Task, held_out: Trajectories, params: Parameters, statistics: Statistics) -> Bundle:
-    """Returns the model with all that reading its numbers takes, and two held-out windows to check itself."""
-    c = task.convention
-    return Bundle(
-        predict="functional_sl.models.nerd:predict",
-        arguments={
-            **c._asdict(),
-            "continuous": list(c.continuous),
-            "travel": list(c.travel),
-            "heads": task.config.heads,
-        },
-        tensors=tree.named(nerd.tensors(params, statistics)),
-        about=schema(task)
-        | {
-            "architecture": task.architecture._asdict() | {"bias_in_blocks": False, "dropout": 0.0},
-            "input_width": task.architecture.inputs,
-            "normalization": f"(x - mean) / std, std = sqrt(var + {EPS:g}) stored; 1 for a channel that does not vary",
-            "inactive_targets": "predicted by their mean: the network's output is replaced by 0 before its scaling",
-            "quaternion_target": "q_next times q_inverse, prediction normalised, then multiplied from the left",
-            "short_history": "the frames there are, oldest first; what stands behind them changes no output at them",
-            "contact_gate": f"depth < max({nerd.GATE_RATIO:g} thickness, {nerd.GATE_DISTANCE:g} m), else zeros",
-            "contact_point": "centre of the shape's sphere projected onto the ground",
-        },
-        inputs=model_inputs(task, held_out, slice(0, 2)),
-    )
-
-
-def model_inputs(task: Task, data: Trajectories, chosen: slice) -> dict[str, Tensor]:
-    """Returns the inputs of `nerd.predict` for the first window of the chosen trajectories, float32."""
-    states, actuation, normals, offsets = (x[chosen] for x in data)
-    history = task.config.history
-    states, actuation = states[:, :history], actuation[:, :history]
-    found = {"states": states, "joint_acts": actuation, "gravity_dir": _down(states)}
-    ground = (normals[:, None].expand(*states.shape[:2], 3), offsets[:, None].expand(states.shape[:2]))
-    contacts, thickness = _contacts(task.robot, states, ground)
-    if contacts is not None:
-        found |= {
-            "contact_normals": contacts.normals,
-            "contact_points_1": contacts.points,
-            "contact_depths": contacts.depths,
-            "contact_thicknesses": thickness.expand_as(contacts.depths),
-        }
-    return {name: x.to(torch.float32).contiguous() for name, x in found.items()}
 
 
 def draw(task: Task, passive: Trajectories, params: Parameters, statistics: Statistics, folder: str) -> None:

@@ -11,21 +11,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from functional_sl import data, keys, tree
-from functional_sl.bundle import Bundle
+from functional_sl import keys, tree
 from functional_sl.models import normalizer, rwm
 from functional_sl.models.rwm import Architecture, Model, Scales
 from functional_sl.recipe import Recipe
-from functional_sl.recipes import rwm_forecasts
+from functional_sl.recipes import rwm_bundle, rwm_forecasts, rwm_windows
 from functional_sl.recipes.rwm_forecasts import Judged
+from functional_sl.recipes.rwm_windows import Frames, Windows
 from functional_sl.run import checks, figures, files
 from functional_sl.run.cli import option
 from functional_sl.sources import episodes, quadruped
@@ -75,28 +75,6 @@ class RWM:
             )
 
 
-class Frames(NamedTuple):
-    """T frames of episodes one after another, and where windows may begin."""
-
-    state: Tensor  # [T, S] float32
-    action: Tensor  # [T, A] float32, applied in the frame
-    contact: Tensor  # [T, C] bool
-    terminated: Tensor  # [T] bool
-    end: Tensor  # [T] int64, one behind the last frame of its episode
-    anchor: Tensor  # [W] int64, first frames of windows with a whole history and at least one step behind it
-
-
-class Windows(NamedTuple):
-    """B windows of M frames and N forecast steps; what is not valid may hold anything."""
-
-    state: Tensor  # [B, M + N, S]
-    action: Tensor  # [B, M + N - 1, A]
-    contact: Tensor  # [B, N, C] bool
-    terminated: Tensor  # [B, N] bool
-    valid: Tensor  # [B, N] bool
-    weight: Tensor  # [B, members] int64, how often a member's bootstrap sample holds the window
-
-
 class Task(NamedTuple):
     """The static part of one build."""
 
@@ -119,52 +97,36 @@ def prepare(config: RWM) -> Prepared:
     """Generates or reads the roll-outs and splits them by whole episodes."""
     stored = _episodes(config)
     training, held_out = episodes.split(stored, config.held_out, keys.fold_in(keys.key(config.data_seed), _SPLIT))
-    frames = frames_of(training, config.history, 1)
+    frames = rwm_windows.frames_of(training, config.history, 1)
     judged = judged_windows(held_out, config)
     scales = Scales(normalizer.fit(frames.state), normalizer.fit(frames.action))
     sizes = (frames.state.shape[1], frames.action.shape[1], frames.contact.shape[1])
     architecture = Architecture(*sizes, config.hidden, config.layers, config.head, config.members)
     task = Task(config, architecture, scales, stored.schema)
-    return Prepared(task, frames, frames_of(held_out, config.history, config.forecast), judged)
+    return Prepared(task, frames, rwm_windows.frames_of(held_out, config.history, config.forecast), judged)
 
 
 def build(config: RWM) -> Recipe:
     """Generates or reads the roll-outs and returns the task."""
     task, training, held_out, judged = prepare(config)
+    cut = {"history": config.history, "forecast": config.forecast, "members": config.members}
+    schema = rwm_bundle.schema(task.schema, config.history, config.forecast)
     return Recipe(
         name="rwm",
-        schema=schema(task),
+        schema=schema,
         data=training,
         validation=held_out,
         init=lambda key: (rwm.init(key, task.architecture), tree.to(tree.clone(task.scales), key.device)),
-        sample=functools.partial(sample, task),
-        count=count,
+        sample=functools.partial(rwm_windows.sample, **cut),
+        count=rwm_windows.count,
         loss=functools.partial(loss, task),
-        batches=functools.partial(batches, task),
+        batches=functools.partial(rwm_windows.batches, **cut),
         validate=functools.partial(validate, task),
         evaluate=functools.partial(evaluate, task, judged),
         score=lambda found: -found[f"nrmse_{max(config.horizons)}"],
-        bundle=functools.partial(bundle, task, judged),
+        bundle=functools.partial(rwm_bundle.bundle, task.architecture, schema, config.block, judged),
         draw=functools.partial(draw, task, judged),
     )
-
-
-def frames_of(recorded: Episodes, history: int, stride: int) -> Frames:
-    """Returns the frames of episodes; windows begin at every `stride`-th frame of an episode.
-
-    With a stride of N the forecasts of all windows hold every frame behind a history once.
-
-    Raises:
-      ValueError: if no episode is longer than the history.
-    """
-    lengths, first = recorded.lengths, episodes.starts(recorded)
-    start, end = (x.repeat_interleave(lengths) for x in (first, first + lengths))
-    at = torch.arange(len(start))
-    anchor = ((at + history < end) & ((at - start) % stride == 0)).nonzero()[:, 0]
-    if not len(anchor):
-        raise ValueError(f"no episode has more than history={history} frames; the longest has {int(lengths.max())}")
-    values = (recorded.values[name] for name in ("state", "action", "contact", "terminated"))
-    return Frames(*values, end, anchor)
 
 
 def judged_windows(held_out: Episodes, config: RWM) -> Frames:
@@ -178,56 +140,7 @@ def judged_windows(held_out: Episodes, config: RWM) -> Frames:
         raise ValueError(
             f"no held-out episode has {needed} frames, the longest has {longest}: more steps, or shorter horizons"
         )
-    return frames_of(held_out, config.history, config.evaluation_every)
-
-
-def window(frames: Frames, anchor: Tensor, history: int, forecast: int) -> tuple[Tensor, ...]:
-    """Returns state, action, contact, terminated and valid of `Windows` that begin at `anchor` [B]."""
-    steps = anchor[:, None] + torch.arange(history + forecast, device=anchor.device)
-    end = frames.end[anchor, None]
-    # Behind its end the last frame of the episode stands, never one of the next.
-    inside = torch.minimum(steps, end - 1)
-    ahead = inside[:, history:]
-    return (
-        frames.state[inside],
-        frames.action[inside[:, :-1]],
-        frames.contact[ahead],
-        frames.terminated[ahead],
-        steps[:, history:] < end,
-    )
-
-
-def sample(task: Task, frames: Frames, key: Tensor, batch_size: int) -> Windows:
-    """Returns windows drawn uniformly from all of them, with the bootstrap sample of every member."""
-    c, (chosen, own) = task.config, keys.split(key).unbind(0)
-    anchor = frames.anchor[data.rows(chosen, len(frames.anchor), batch_size)]
-    return Windows(*window(frames, anchor, c.history, c.forecast), bootstrap(own, batch_size, c.members))
-
-
-def bootstrap(key: Tensor, rows: int, members: int) -> Tensor:
-    """Returns how often each of `rows` is in a resample of as many with replacement, [rows, members] int64.
-
-    A single member takes every row once.
-    """
-    if members == 1:
-        return torch.ones(rows, 1, dtype=torch.int64, device=key.device)
-    drawn = torch.sort(keys.randint(key, (members, rows), 0, rows)).values
-    # Where each row's draws begin and, a row on, end: no atomics, and no table of rows by draws.
-    bounds = torch.arange(rows + 1, device=key.device).expand(members, -1).contiguous()
-    return torch.diff(torch.searchsorted(drawn, bounds)).T
-
-
-def batches(task: Task, frames: Frames, batch_size: int) -> Iterator[Windows]:
-    """Yields every held-out window once, in order, with the same weight for every member."""
-    c = task.config
-    for anchor in frames.anchor.split(batch_size):
-        weight = torch.ones(len(anchor), c.members, dtype=torch.int64, device=anchor.device)
-        yield Windows(*window(frames, anchor, c.history, c.forecast), weight)
-
-
-def count(batch: Windows) -> Tensor:
-    """Returns the number of valid (window, step) pairs over all members' samples, () int64."""
-    return (batch.valid.sum(1, dtype=torch.int64)[:, None] * batch.weight).sum()
+    return rwm_windows.frames_of(held_out, config.history, config.evaluation_every)
 
 
 def loss(task: Task, params: Model, scales: Scales, batch: Windows, key: Tensor) -> tuple[Tensor, Aux]:
@@ -275,7 +188,7 @@ def _errors(task: Task, params: Model, scales: Scales, batch: Windows, noise: Te
 def judge(task: Task, judged: Frames, params: Model, scales: Scales) -> Judged:
     """Returns the free-running forecasts of all windows of `judged`."""
     c = task.config
-    windows = (window(judged, part, c.history, max(c.horizons)) for part in judged.anchor.split(_AT_ONCE))
+    windows = (rwm_windows.window(judged, part, c.history, max(c.horizons)) for part in judged.anchor.split(_AT_ONCE))
     episode = torch.unique(judged.end[judged.anchor], return_inverse=True)[1]
     return rwm_forecasts.judge(params, scales, c.history, c.block, windows, episode)
 
@@ -283,52 +196,6 @@ def judge(task: Task, judged: Frames, params: Model, scales: Scales) -> Judged:
 def evaluate(task: Task, judged: Frames, params: Model, scales: Scales) -> Mapping[str, float]:
     """Returns the figures of `rwm_forecasts.figures` over all held-out episodes, falls included."""
     return rwm_forecasts.figures(judge(task, judged, params, scales), task.config.horizons)
-
-
-def schema(task: Task) -> dict[str, Any]:
-    """Returns what makes data compatible with the model, as JSON."""
-    return {
-        **episodes.as_json(task.schema),
-        "history": task.config.history,
-        "forecast": task.config.forecast,
-    }
-
-
-def bundle(task: Task, judged: Frames, params: Model, scales: Scales) -> Bundle:
-    """Returns the model with all that reading its numbers takes, and two held-out windows to check itself."""
-    c = task.config
-    state, action, *_ = window(judged, judged.anchor[:2], c.history, c.forecast)
-    channels = {x["name"]: x["channels"] for x in episodes.as_json(task.schema)["features"]}
-    return Bundle(
-        predict="functional_sl.models.rwm:predict",
-        arguments={"block": c.block},
-        tensors=rwm.named(params, scales),
-        about={
-            "recipe": "rwm",
-            "architecture": task.architecture._asdict(),
-            "inputs": {
-                "states": {
-                    "axes": ["batch", f"{c.history} frames, oldest first", "channel"],
-                    "channels": channels["state"],
-                },
-                "actions": {
-                    "axes": ["batch", "frames of the history, then of the forecast but for its last", "channel"],
-                    "channels": channels["action"],
-                },
-            },
-            "outputs": {
-                "states": "mean forecast, units of the input",
-                "std": "of a step as the model sees it (aleatoric)",
-                "spread": "between members (epistemic); 0 for one member",
-                "contacts": [name for name, _ in channels["contact"]],
-                "terminations": "probability that the robot has fallen",
-            },
-            "normalisation": "(x - mean) / std; std is 1 for a channel that was constant in training",
-            "step_dt": task.schema.step_dt,
-            "data": dict(task.schema.about),
-        },
-        inputs={"states": state[:, : c.history].contiguous(), "actions": action.contiguous()},
-    )
 
 
 def draw(task: Task, judged: Frames, params: Model, scales: Scales, folder: str) -> None:
@@ -343,7 +210,7 @@ def draw(task: Task, judged: Frames, params: Model, scales: Scales, folder: str)
     text = {"title": "Free-running error", "xlabel": "time (s)", "ylabel": "RMSE (standard deviations)"}
     figures.learning_curve(Path(folder) / "error.png", curves, **text)
     first = judged.anchor[found.valid.all(1)][:1]
-    state, action, *_ = window(judged, first, c.history, max(c.horizons))
+    state, action, *_ = rwm_windows.window(judged, first, c.history, max(c.horizons))
     run = rwm_forecasts.run(params, scales, c.history, c.block, state, action)
     names = [name for name, _ in task.schema.features[0].channels]
     for i in range(min(3, len(names))):

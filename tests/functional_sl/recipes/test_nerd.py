@@ -17,8 +17,9 @@ from functional_sl.models import nerd as model
 from functional_sl.models import transformer
 from functional_sl.models.articulation import CARTPOLE, ROBOTS
 from functional_sl.recipe import Recipe
-from functional_sl.recipes import nerd
-from functional_sl.recipes.nerd import NeRD, Transitions
+from functional_sl.recipes import nerd, nerd_windows
+from functional_sl.recipes.nerd import NeRD
+from functional_sl.recipes.nerd_windows import Transitions
 from functional_sl.sources import nerd_data
 from functional_sl.step import make_step
 
@@ -73,7 +74,7 @@ def test_sizes_are_settings_of_trainer_and_recipe(size: str) -> None:
 def test_targets_lead_from_state_to_state() -> None:
     """The cartpole in world axes: inputs are state and effort, targets differences, the pole's modulo a turn."""
     data = nerd_data.generate(CARTPOLE, "analytic", keys.key(2), 4, 9)
-    found = nerd.transitions(CARTPOLE, model.convention(CARTPOLE, "world"), data)
+    found = nerd_windows.transitions(CARTPOLE, model.convention(CARTPOLE, "world"), data)
     assert torch.equal(found.inputs, torch.cat([data.states[:, :-1], data.actuation], -1).float())
     gap = data.states[:, 1:] - data.states[:, :-1]
     turns = torch.round(gap[..., 1] / (2 * math.pi))
@@ -83,7 +84,7 @@ def test_targets_lead_from_state_to_state() -> None:
 
 def test_statistics_are_those_of_numpys_definition_and_survive_a_dead_channel() -> None:
     data = tiny().data
-    statistics = nerd.fit(data)
+    statistics = nerd_windows.fit(data)
     flat = data.targets.double().flatten(0, 1)
     torch.testing.assert_close(
         statistics.targets.std, (flat.var(0, correction=0) + 1e-5).sqrt().float(), rtol=1e-6, atol=0.0
@@ -91,7 +92,7 @@ def test_statistics_are_those_of_numpys_definition_and_survive_a_dead_channel() 
     assert not data.inputs[..., 5].any()  # no motor on the pole
     assert (statistics.inputs.mean[5], statistics.inputs.std[5]) == (0, 1)
     assert statistics.active.all()
-    still = nerd.fit(data._replace(targets=data.targets * torch.tensor([1.0, 0.0, 1.0, 1.0])))
+    still = nerd_windows.fit(data._replace(targets=data.targets * torch.tensor([1.0, 0.0, 1.0, 1.0])))
     assert still.active.tolist() == [True, False, True, True]
 
 
@@ -100,13 +101,13 @@ def test_windows_are_every_slice_and_draws_cover_them() -> None:
     steps = torch.arange(48.0).reshape(6, 8, 1)
     data = Transitions(steps, steps)
     expected = {(8 * i + j, 8 * i + j + 3) for i in range(6) for j in range(5)}
-    held = [row for batch in nerd.batches(data, 7, history=4) for row in batch.inputs[..., 0]]
+    held = [row for batch in nerd_windows.batches(data, 7, history=4) for row in batch.inputs[..., 0]]
     assert sorted((int(row[0]), int(row[-1])) for row in held) == sorted(expected)
-    batch = nerd.sample(data, keys.key(5), 2000, history=4)
+    batch = nerd_windows.sample(data, keys.key(5), 2000, history=4)
     assert {(int(row[0]), int(row[-1])) for row in batch.inputs[..., 0]} == expected
     assert torch.equal(batch.inputs[:, 1:] - batch.inputs[:, :-1], torch.ones(2000, 3, 1))
-    assert tree.bits_equal(batch, nerd.sample(data, keys.key(5), 2000, history=4))
-    assert not torch.equal(batch.inputs, nerd.sample(data, keys.key(6), 2000, history=4).inputs)
+    assert tree.bits_equal(batch, nerd_windows.sample(data, keys.key(5), 2000, history=4))
+    assert not torch.equal(batch.inputs, nerd_windows.sample(data, keys.key(6), 2000, history=4).inputs)
 
 
 def test_the_loss_is_the_sum_over_windows_positions_and_active_channels() -> None:
@@ -125,7 +126,7 @@ def test_the_loss_is_the_sum_over_windows_positions_and_active_channels() -> Non
     assert math.isclose(value, total, rel_tol=1e-5)
     assert aux.stats is statistics
     assert torch.equal(task.validate(params, statistics, batch)["loss"], value)
-    assert nerd.count(batch, active=3) == 3 * 4 * 3
+    assert nerd_windows.count(batch, active=3) == 3 * 4 * 3
     assert task.count(batch) == 3 * 4 * 4
     assert task.count(batch).dtype == torch.int64
     wrong = batch._replace(targets=batch.targets + torch.tensor([0.0, 1e3, 0.0, 0.0]))

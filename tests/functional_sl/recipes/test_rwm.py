@@ -21,8 +21,9 @@ from functional_sl import keys, optim, recipe, schedules, tree
 from functional_sl.models import rwm as model
 from functional_sl.models.rwm import Forecast, Model
 from functional_sl.recipe import Recipe
-from functional_sl.recipes import rwm
-from functional_sl.recipes.rwm import RWM, Frames, Windows
+from functional_sl.recipes import rwm, rwm_windows
+from functional_sl.recipes.rwm import RWM
+from functional_sl.recipes.rwm_windows import Frames, Windows
 from functional_sl.sources import episodes
 from functional_sl.sources.episodes import Episodes, Feature, Schema
 from functional_sl.step import Aux, make_step
@@ -123,9 +124,9 @@ def test_windows_never_leave_their_episode_and_pair_states_with_the_actions_that
 
     Where the column of falls is empty the windows are the same: episodes end where their lengths say.
     """
-    frames = rwm.frames_of(recorded(terminated=terminated), M, 1)
+    frames = rwm_windows.frames_of(recorded(terminated=terminated), M, 1)
     assert len(frames.anchor) == sum(max(0, length - M) for length in LENGTHS)
-    state, action, contact, fallen, valid = rwm.window(frames, frames.anchor, M, N)
+    state, action, contact, fallen, valid = rwm_windows.window(frames, frames.anchor, M, N)
     expected = [min(N, length - M - i) for length in LENGTHS for i in range(length - M)]
     assert valid.sum(1).tolist() == expected
     assert valid.long().tolist() == [[int(k < n) for k in range(N)] for n in expected]
@@ -156,12 +157,12 @@ def test_draws_cover_every_window_and_validation_every_step_once(tiny: Any) -> N
 
 
 def test_bootstrap_samples_hold_as_many_rows_and_are_each_members_own() -> None:
-    weight = rwm.bootstrap(keys.key(1), 50, 3)
+    weight = rwm_windows.bootstrap(keys.key(1), 50, 3)
     assert weight.sum(0).tolist() == [50] * 3
     assert not torch.equal(weight[:, 0], weight[:, 1])
     drawn = keys.randint(keys.key(1), (3, 50), 0, 50)
     assert torch.equal(weight, torch.stack([torch.bincount(row, minlength=50) for row in drawn], 1))
-    assert torch.equal(rwm.bootstrap(keys.key(1), 50, 1), torch.ones(50, 1, dtype=torch.int64))
+    assert torch.equal(rwm_windows.bootstrap(keys.key(1), 50, 1), torch.ones(50, 1, dtype=torch.int64))
 
 
 @pytest.mark.parametrize(("members", "decay", "beta"), [(1, 1.0, 0.5), (1, 0.5, 0.0), (3, 0.0, 0.5), (3, 0.9, 1.0)])
@@ -331,7 +332,7 @@ def test_settings_that_cannot_be_meant(fields: dict, message: str) -> None:
 
 def test_episodes_that_are_too_short_are_named() -> None:
     with pytest.raises(ValueError, match="no episode has more than history=4 frames; the longest has 4"):
-        rwm.frames_of(recorded([4, 3]), 4, 1)
+        rwm_windows.frames_of(recorded([4, 3]), 4, 1)
     with pytest.raises(ValueError, match="no held-out episode has 14 frames, the longest has 9: more steps"):
         rwm.judged_windows(recorded([9, 3]), TINY)
 

@@ -11,7 +11,7 @@ from functional_sl import keys
 from functional_sl.models import rwm as model
 from functional_sl.models.normalizer import Normalizer
 from functional_sl.models.rwm import Architecture, Scales
-from functional_sl.recipes import rwm, rwm_forecasts
+from functional_sl.recipes import rwm_forecasts, rwm_windows
 from functional_sl.recipes.rwm_forecasts import Errors, Judged
 
 
@@ -88,7 +88,7 @@ def test_intervals_are_those_of_resampled_episodes() -> None:
     one, other = (keys.uniform(keys.key(i), (7, 5)) for i in range(2))
     valid = torch.arange(5) < torch.tensor([5, 2, 5, 1, 5, 4, 3])[:, None]
     episode = torch.tensor([0, 0, 1, 1, 2, 3, 3])
-    weight = rwm.bootstrap(keys.key(2), 4, 50)
+    weight = rwm_windows.bootstrap(keys.key(2), 4, 50)
     found = []
     for r in range(50):
         rows = [i for i in range(7) for _ in range(int(weight[episode[i], r]))]
