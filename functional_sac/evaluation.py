@@ -171,20 +171,18 @@ def frames(
     policy: Act,
     key: Tensor,
     *,
-    episodes: int = 1,
     every: int = 1,
     most: int | None = None,
     regions: Regions | None = None,
 ) -> list[np.ndarray]:
-    """Returns the pictures, uint8 [H, W, 3], of whole episodes of one environment: one before each step.
+    """Returns the pictures, uint8 [H, W, 3], of an episode of one environment: one before each step.
 
     Args:
       env: an environment that can be drawn.
       policy: observation [1, O] -> action [1, A].
       key: [2] int64.
-      episodes: how many; each takes at most the task's `max_episode_steps` steps.
       every: takes the picture of every n-th step only, the first included.
-      most: ends with so many pictures; without a number, with the last episode.
+      most: ends with so many pictures; without a number, with the episode.
       regions: see `evaluate`.
 
     Raises:
@@ -196,11 +194,10 @@ def frames(
     pictures: list[np.ndarray] = []
     with env.opened(key, 1, drawn=True) as pair, (regions or Regions()).once(_steps(env, policy)) as region:
         pair = tree.clone(pair)
-        for t in range(episodes * env.spec.max_episode_steps):
+        for t in range(env.spec.max_episode_steps):
             if t % every == 0:
                 pictures.append(env.render(pair[0], 0))
             pair, ended = region(pair)
-            episodes -= int(ended)
-            if not episodes or len(pictures) == most:
+            if ended or len(pictures) == most:
                 break
     return pictures

@@ -143,15 +143,6 @@ def from_dict(config_class: type[Config], mapping: Mapping[str, object]) -> Conf
     return _build(config_class, _convert_all(_options(config_class), mapping.items(), ""))
 
 
-def load_yaml(config_class: type[Config], path: str | os.PathLike[str]) -> Config:
-    """Builds a config from a YAML mapping of field names; absent fields keep their defaults.
-
-    Raises:
-      UsageError: as `from_dict`, also for a key that stands twice; names the file and the line.
-    """
-    return _build(config_class, _read_yaml(_options(config_class), path))
-
-
 def digest(config: Any) -> str:
     """Returns the SHA-256 of the config's canonical JSON, in hexadecimal: equal configs, equal digests."""
     return identity.digest(to_dict(config))

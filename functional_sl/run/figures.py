@@ -35,8 +35,8 @@ class Series(NamedTuple):
     high: ArrayLike | None = None  # [N]
 
 
-def band(label: str, curves: Sequence[tuple[ArrayLike, ArrayLike]], spread: str = "range") -> Series:
-    """Joins the curves of several seeds into their mean and spread.
+def band(label: str, curves: Sequence[tuple[ArrayLike, ArrayLike]]) -> Series:
+    """Joins the curves of several seeds into their mean, with a band from the smallest to the largest.
 
     Each curve is interpolated linearly between its own points and counts only over its own range, so at the
     end of the longest curve fewer seeds may take part.
@@ -44,25 +44,15 @@ def band(label: str, curves: Sequence[tuple[ArrayLike, ArrayLike]], spread: str 
     Args:
       label: the name in the legend.
       curves: one (x [N], y [N]) a seed, x increasing; points that are not finite are left out.
-      spread: `range` for minimum and maximum, `std` for one standard deviation (of the population).
-
-    Raises:
-      ValueError: for another spread.
     """
-    if spread not in ("range", "std"):
-        raise ValueError(f"spread: expected range or std; got {spread!r}")
     clean = [_finite(x, y) for x, y in curves]
     clean = [(x, y) for x, y in clean if x.size]
     if not clean:
         return Series(label, np.zeros(0), np.zeros(0), np.zeros(0), np.zeros(0))
     grid = np.unique(np.concatenate([x for x, _ in clean]))
     values = np.ma.masked_invalid([np.interp(grid, x, y, left=np.nan, right=np.nan) for x, y in clean])
-    mean = values.mean(axis=0)
-    if spread == "range":
-        low, high = values.min(axis=0), values.max(axis=0)
-    else:
-        low, high = mean - values.std(axis=0), mean + values.std(axis=0)
-    return Series(label, grid, *(np.ma.filled(a.astype(float), np.nan) for a in (mean, low, high)))
+    found = (values.mean(axis=0), values.min(axis=0), values.max(axis=0))
+    return Series(label, grid, *(np.ma.filled(a.astype(float), np.nan) for a in found))
 
 
 def learning_curve(

@@ -123,7 +123,6 @@ def create(
     *,
     base_dir: str | os.PathLike[str] | None = None,
     run_dir: str | os.PathLike[str] | None = None,
-    command: Sequence[str] | None = None,
 ) -> RunLog:
     """Makes a new run's folder; no other process can get the same one.
 
@@ -132,7 +131,6 @@ def create(
       name_parts: such as ("pendulum", "seed0"); the time (UTC) and four hexadecimal digits are added.
       base_dir: the folder in which the run's folder is made; or else
       run_dir: the run's folder itself, which holds no run yet.
-      command: the command line; `sys.argv` by default.
 
     Raises:
       RunError: if `run_dir` is occupied, or the folder cannot be made or written.
@@ -147,7 +145,7 @@ def create(
         if any((folder / entry).exists() for entry in (_RUN, _METRICS, "snapshots")):
             raise RunError(f"{folder}: holds a run already; continue it with --resume or choose another folder")
         info = {"format": _FORMAT, "run_id": run_id, "name": name, "config": config, "config_digest": digest}
-        _write_info(folder, info | {"attempts": [_attempt(0, None, {}, command)]})
+        _write_info(folder, info | {"attempts": [_attempt(0, None, {})]})
         return RunLog(folder, run_id, 0, lock, last_step=-1, elapsed_s=0.0)
 
 
@@ -157,7 +155,6 @@ def reopen(
     resume_step: int | None,
     *,
     may_change: Collection[str] = (),
-    command: Sequence[str] | None = None,
 ) -> RunLog:
     """Opens a run to continue it from a snapshot, as its next attempt.
 
@@ -169,7 +166,6 @@ def reopen(
       config: JSON values; the fields that differ become the run's, and the attempt's entry lists them.
       resume_step: the step of the snapshot; None to start over.
       may_change: fields that may differ, dotted where nested (`optim.lr`, or `optim` for all below).
-      command: as in `create`.
 
     Raises:
       RunError: if there is no run, a live process holds it, other fields differ, or it cannot be written.
@@ -185,7 +181,7 @@ def reopen(
             raise RunError(f"{folder}: the run has another configuration ({shown}); set it back or start a new run")
         records = _repair(folder)
         attempt = len(info["attempts"])
-        info["attempts"].append(_attempt(attempt, resume_step, changes, command))
+        info["attempts"].append(_attempt(attempt, resume_step, changes))
         _write_info(folder, info | {"config": config, "config_digest": digest})
         elapsed_s = max((record["host"]["elapsed_s"] for record in records), default=0.0)
         return RunLog(folder, info["run_id"], attempt, lock, -1 if resume_step is None else resume_step, elapsed_s)
@@ -300,16 +296,14 @@ def _write_info(folder: Path, info: Mapping[str, Any]) -> None:
         files.sync_folder(folder.parent)
 
 
-def _attempt(
-    number: int, resume_step: int | None, changes: Mapping[str, Sequence[str]], command: Sequence[str] | None
-) -> dict[str, Any]:
+def _attempt(number: int, resume_step: int | None, changes: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     return {
         "attempt": number,
         "resume_step": None if resume_step is None else operator.index(resume_step),
         "start": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "command": list(sys.argv if command is None else command),
+        "command": list(sys.argv),
         "changes": dict(changes),
         "versions": identity.versions(),
     }

@@ -42,11 +42,6 @@ def gyro(model: RobotModel, state: SimState, site: str) -> Tensor:
     return rotation.rotate_inverse(orientation(model, state, site), spin)
 
 
-def z_axis(model: RobotModel, state: SimState, site: str) -> Tensor:
-    """Returns the site's z axis [N, 3] in the world frame ((0, 0, 1) when upright)."""
-    return rotation.matrix(orientation(model, state, site))[..., 2]
-
-
 def projected_gravity(model: RobotModel, state: SimState, site: str) -> Tensor:
     """Returns the direction of gravity [N, 3] in the site's own frame ((0, 0, -1) when upright)."""
     return -rotation.matrix(orientation(model, state, site))[..., 2, :]

@@ -99,8 +99,8 @@ def test_frames_are_those_before_each_step() -> None:
     env = classic.make("pendulum")
     seen = []
     brief = env._replace(render=lambda state, i: seen.append(state.physics.angle.clone()) or env.render(state, i))
-    pictures = evaluation.frames(brief, lambda observation: torch.zeros(1, 1), keys.key(0), episodes=2)
-    assert len(pictures) == len(seen) == 400
+    pictures = evaluation.frames(brief, lambda observation: torch.zeros(1, 1), keys.key(0))
+    assert len(pictures) == len(seen) == 200
     assert pictures[0].dtype == "uint8"
     assert pictures[0].shape[-1] == 3
     assert torch.equal(seen[0], env.init(keys.key(0), 1)[0].physics.angle)

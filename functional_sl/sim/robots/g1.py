@@ -8,8 +8,6 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-import mujoco
-
 from functional_sl.sim.robots import robot as robots
 from functional_sl.sim.robots.robot import Contact, Frame, Motor, Options, Robot, Shape, Vector
 
@@ -208,11 +206,6 @@ def robot(geometry: str = "cheap", dynamics: str = "unilab", xml_path: str | Pat
         Contact(geometry == "full", _FOOT_FRICTION, _EXCLUDED if geometry == "full" else ()),
         xml_path,
     )
-
-
-def spec(geometry: str = "cheap", dynamics: str = "unilab", xml_path: str | Path | None = None) -> mujoco.MjSpec:
-    """Returns the scene of `robot` alone."""
-    return robot(geometry, dynamics, xml_path).spec
 
 
 JOINTS = tuple(link.joint.name for link in LINKS if link.joint)

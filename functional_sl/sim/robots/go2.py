@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import mujoco
-
 from functional_sl.sim.robots import robot as robots
 from functional_sl.sim.robots.robot import Contact, Frame, Motor, Options, Robot, Shape
 
@@ -95,11 +93,6 @@ def robot(geometry: str = "cheap", xml_path: str | Path | None = None) -> Robot:
         Contact(self_collision=False, foot_friction=_FOOT_FRICTION),
         xml_path,
     )
-
-
-def spec(geometry: str = "cheap", xml_path: str | Path | None = None) -> mujoco.MjSpec:
-    """Returns the scene of `robot` alone."""
-    return robot(geometry, xml_path).spec
 
 
 JOINTS = tuple(link.joint.name for link in LINKS if link.joint)

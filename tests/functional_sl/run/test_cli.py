@@ -153,10 +153,10 @@ def test_yaml_and_dict_round_trip(tmp_path):
     file = tmp_path / "c.yaml"
     for config in (Config(), Config(seed=7, task="ü: '#' none", lr=1e-7, hidden=(), scales=(0.1, 3.0))):
         file.write_text(yaml.safe_dump(cli.to_dict(config), allow_unicode=True), encoding="utf-8")
-        assert cli.load_yaml(Config, file) == config
+        assert parse(f"--config={file}").config == config
         assert cli.from_dict(Config, cli.to_dict(config)) == config
     file.write_text("")
-    assert cli.load_yaml(Config, file) == Config()
+    assert parse(f"--config={file}").config == Config()
     with pytest.raises(cli.UsageError, match=r"^unknown key sed; did you mean seed"):
         cli.from_dict(Config, {"sed": 3})
     with pytest.raises(cli.UsageError, match=r"^num_envs: expected a 64-bit integer; got True"):

@@ -32,10 +32,6 @@ def test_band_of_equal_steps():
     np.testing.assert_array_equal(series.mean, [1, 2, 7])
     np.testing.assert_array_equal(series.low, [0, 2, 4])
     np.testing.assert_array_equal(series.high, [2, 2, 10])
-    # Two values a and b lie |a - b| / 2 from their mean.
-    std = band("a", curves, "std")
-    np.testing.assert_array_equal(std.low, [0, 2, 4])
-    np.testing.assert_array_equal(std.high, [2, 2, 10])
 
 
 def test_band_of_uneven_seeds():
@@ -47,8 +43,6 @@ def test_band_of_uneven_seeds():
     np.testing.assert_array_equal(series.low, [0, 1, 4])
     np.testing.assert_array_equal(series.high, [0, 6, 8])
     assert np.asarray(band("a", []).mean).shape == (0,)
-    with pytest.raises(ValueError, match="expected range or std; got 'sem'"):
-        band("a", curves, "sem")
 
 
 def test_learning_curve_rises_where_the_data_rises(tmp_path):

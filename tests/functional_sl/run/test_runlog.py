@@ -33,10 +33,9 @@ def shared_bytes(records):
     return [json.dumps({name: value for name, value in record.items() if name != "host"}) for record in records]
 
 
-def test_a_new_run_has_a_name_an_id_and_its_config(tmp_path):
-    with runlog.create(
-        CONFIG, ["ALE/Pong v5", "", "ü", "seed0"], base_dir=tmp_path / "runs", command=["x", "--a=1"]
-    ) as log:
+def test_a_new_run_has_a_name_an_id_and_its_config(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["x", "--a=1"])
+    with runlog.create(CONFIG, ["ALE/Pong v5", "", "ü", "seed0"], base_dir=tmp_path / "runs") as log:
         assert log.run_dir.parent == tmp_path / "runs"
         assert re.fullmatch(r"ALE_Pong_v5-_-seed0-\d{8}-\d{6}-[0-9a-f]{4}", log.run_id)
         assert log.run_dir.name == log.run_id
