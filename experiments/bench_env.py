@@ -10,16 +10,14 @@ one CUDA graph.
 from __future__ import annotations
 
 import dataclasses
-import json
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from experiments.bench_learner import machine
+from experiments.results import append, machine
 from functional_sac import envs, tasks
 from functional_sac.envs.env import Env, averages
 from functional_sac.tasks.settings import PRESETS, Settings
@@ -114,9 +112,7 @@ def main() -> None:
         f"{options.task} on {options.sim}, {options.num_envs} environments: {rate['median']:,} steps/s "
         f"(best {rate['best']:,}); first step {found['first_step_s']} s"
     )
-    if options.json:
-        with Path(options.json).open("a") as file:
-            file.write(json.dumps(found) + "\n")
+    append(options.json, found)
 
 
 if __name__ == "__main__":

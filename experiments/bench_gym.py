@@ -12,7 +12,6 @@ processor is given beside that of the clock, since other work on the machine tel
 from __future__ import annotations
 
 import dataclasses
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from typing import Any
 
 import torch
 
-from experiments.bench_learner import machine
+from experiments.results import append, machine
 from functional_sac import opening, plan
 from functional_sac.config import TrainConfig
 from functional_sl.run import cli
@@ -152,9 +151,7 @@ def main() -> None:
     for name, r in result["learners"].items():
         rate = f"{r['updates_per_s']:.1f} ({r['lowest']:.1f} to {r['highest']:.1f})"
         print(f"| {name} | {rate} | {r['cpu_ms']:.2f} | {r['ratio']:.2f} | {r['cpu_ratio']:.2f} |")
-    if settings.json:
-        with Path(settings.json).open("a") as file:
-            file.write(json.dumps(result) + "\n")
+    append(settings.json, result)
 
 
 if __name__ == "__main__":

@@ -14,15 +14,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import math
 import os
-import platform
 import signal
 import statistics
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +27,7 @@ import torch
 from experiments import learner_floors, learner_sides, timing
 from experiments.learner_agreement import disagreement, transitions
 from experiments.learner_sides import Case, Side
+from experiments.results import append, machine
 from functional_sac.config import SACConfig
 from functional_sac.envs.env import EnvSpec
 from functional_sl.run import cli
@@ -227,20 +225,6 @@ def count(timed: Timed, show: int) -> None:
         print(f"{timed.name} {timed.precision}: kernels not counted, {type(error).__name__}: {error}", flush=True)
 
 
-def machine() -> dict[str, Any]:
-    """Returns what the numbers depend on."""
-    cpu_info = Path("/proc/cpuinfo")
-    lines = cpu_info.read_text().splitlines() if cpu_info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return {
-        "cpu": names[0] if names else platform.processor(),
-        "cores": os.cpu_count(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "torch": torch.__version__,
-        "torch_threads": torch.get_num_threads(),
-    }
-
-
 def report(result: dict[str, Any]) -> None:
     """Prints the table and the floors."""
     print(", ".join(f"{k} {v}" for k, v in result.items() if k not in ("ms_per_cycle", "floors", "json")))
@@ -276,9 +260,7 @@ def main() -> None:
         print("largest difference after 3 float64 updates:", ", ".join(f"{k} {v:.1e}" for k, v in gaps.items()))
     result = measure(settings)
     report(result)
-    if settings.json:
-        with Path(settings.json).open("a") as file:
-            file.write(json.dumps({**result, "difference": gaps}) + "\n")
+    append(settings.json, {**result, "difference": gaps})
 
 
 if __name__ == "__main__":

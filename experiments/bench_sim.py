@@ -9,16 +9,14 @@ Targets are random about the standing pose and change at every step. On a GPU th
 from __future__ import annotations
 
 import dataclasses
-import json
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from experiments.bench_learner import machine
+from experiments.results import append, machine
 from functional_sl import capture, keys, sim, tree
 from functional_sl.run import cli
 from functional_sl.sim import contract
@@ -115,9 +113,7 @@ def main() -> None:
         f"{rate['median']:,} control steps/s (best {rate['best']:,}); first step {found['first_step_s']} s; "
         f"over capacity: {found['overflowed']}"
     )
-    if settings.json:
-        with Path(settings.json).open("a") as file:
-            file.write(json.dumps(found) + "\n")
+    append(settings.json, found)
 
 
 if __name__ == "__main__":

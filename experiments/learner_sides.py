@@ -49,7 +49,7 @@ class Side(NamedTuple):
     """One learner, ready.
 
     Attributes:
-      cycle: makes one cycle; it may return before the device is done.
+      cycle: makes one cycle; it may return before the device is done. What it returns is the side's own.
       wait: returns when the device is done.
       events: whether CUDA events on torch's stream see its work.
       how: a few words on how it runs.
@@ -169,9 +169,10 @@ def jax(case: Case) -> Side:
     state = jax_learner.from_torch(make_learner(config, spec).init(keys.key(0)), config)
     run = jax_.jit(learner.cycle, donate_argnums=0).lower(state, *inputs).compile()
 
-    def once() -> None:
+    def once() -> tuple[jax_learner.State, dict[str, jax_.Array]]:
         nonlocal state
-        state, _ = run(state, *inputs)
+        state, metrics = run(state, *inputs)
+        return state, metrics
 
     def wait() -> None:
         jax_.block_until_ready(state)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,28 @@ def prepared(env: Env | None = None) -> Iterator[None]:
         patch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
         yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def tiny() -> Iterator[None]:
+    """Has a test run as `prepared` does; a module takes it, and the two below, by their names."""
+    with prepared():
+        yield
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run with its snapshots at 20, 40 and 60, which tests copy."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    with prepared():
+        run(folder)
+    return folder
+
+
+@pytest.fixture
+def run_dir(whole: Path, tmp_path: Path) -> Path:
+    """A copy of the module's `whole`."""
+    return Path(shutil.copytree(whole, tmp_path / "run"))
 
 
 def config(run_dir: Path | str | None = None, **changes: Any) -> TrainConfig:

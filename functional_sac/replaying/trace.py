@@ -146,7 +146,7 @@ def read(run_dir: Path) -> Trace | None:
 
 def environment(device: torch.device) -> dict[str, str]:
     """Returns what decides over bits beside a run's settings: versions, code, processor, threads, variables."""
-    found = {**identity.versions(), **_extras(), "code": _code(), "machine": platform.machine(), "cpu": _cpu()}
+    found = {**identity.versions(), **_extras(), "code": _code(), "machine": platform.machine(), "cpu": processor()}
     found |= {"cpu capability": torch.backends.cpu.get_cpu_capability(), "threads": str(torch.get_num_threads())}
     if device.type == "cuda":
         found["device"] = torch.cuda.get_device_name(device)
@@ -154,6 +154,16 @@ def environment(device: torch.device) -> dict[str, str]:
     else:
         found["device"] = device.type
     return found | {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+
+
+@functools.cache
+def processor() -> str:
+    """Returns the CPU's name: libraries choose their kernels by it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
 def _extras() -> dict[str, str]:
@@ -174,13 +184,3 @@ def _code() -> str:
         for path in sorted((root / package).rglob("*.py")):
             sha.update(f"{path.relative_to(root).as_posix()}\n".encode() + path.read_bytes())
     return sha.hexdigest()[:16]
-
-
-@functools.cache
-def _cpu() -> str:
-    """Returns the processor's name: libraries choose their kernels by it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import threading
 import time
 
@@ -136,9 +137,14 @@ def test_the_jax_side_hands_its_state_from_cycle_to_cycle(tiny, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", learner_sides.PRECISIONS)
 def test_the_jax_side_makes_whole_cycles(tiny, precision):
+    """The side's first cycle compiles it, this one is its second; each updates everything once."""
     side = jax_side(precision)
-    side.cycle()
+    state, metrics = side.cycle()
     side.wait()
+    parts = (state.actor, state.critic, state.temperature)
+    assert [(int(part.count), int(part.skipped)) for part in parts] == [(2, 0)] * 3
+    assert {"actor_loss", "critic_loss", "temperature_loss"} <= metrics.keys()
+    assert all(math.isfinite(value) for value in metrics.values())
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)

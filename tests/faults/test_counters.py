@@ -14,10 +14,8 @@ from functional_sac import opening
 STEPS, UPDATES = 2**31 - 6, 2**24
 
 
-@pytest.fixture(autouse=True)
-def _tiny():
-    with tiny_runs.prepared():
-        yield
+pytestmark = pytest.mark.usefixtures("tiny")
+tiny = tiny_runs.tiny
 
 
 def old_run(folder) -> None:

@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import shutil
-from pathlib import Path
 
 import pytest
 import tiny_runs
@@ -22,25 +21,8 @@ from functional_sl.run import snapshot
 from functional_sl.run.cli import UsageError
 from functional_sl.run.manifest import SnapshotError
 
-
-@pytest.fixture(autouse=True)
-def _tiny():
-    with tiny_runs.prepared():
-        yield
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """A finished run with snapshots at 20, 40 and 60; tests copy it."""
-    folder = tmp_path_factory.mktemp("whole") / "run"
-    with tiny_runs.prepared():
-        tiny_runs.run(folder)
-    return folder
-
-
-@pytest.fixture
-def run_dir(whole, tmp_path):
-    return Path(shutil.copytree(whole, tmp_path / "run"))
+pytestmark = pytest.mark.usefixtures("tiny")
+tiny, whole, run_dir = tiny_runs.tiny, tiny_runs.whole, tiny_runs.run_dir
 
 
 def test_the_loss_scale_goes_on_where_it_was(tmp_path, monkeypatch):

@@ -7,11 +7,8 @@ import tiny_runs
 
 from functional_sac import envs
 
-
-@pytest.fixture(autouse=True)
-def _tiny():
-    with tiny_runs.prepared():
-        yield
+pytestmark = pytest.mark.usefixtures("tiny")
+tiny = tiny_runs.tiny
 
 
 def updates(run_dir) -> dict[int, int]:

@@ -15,11 +15,8 @@ from equal import assert_bits_equal
 from functional_sac import loop
 from functional_sl.run import runlog
 
-
-@pytest.fixture(autouse=True)
-def _tiny():
-    with tiny_runs.prepared():
-        yield
+pytestmark = pytest.mark.usefixtures("tiny")
+tiny = tiny_runs.tiny
 
 
 def column(run_dir, name):

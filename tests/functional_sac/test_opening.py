@@ -19,25 +19,8 @@ from functional_sl import tree
 from functional_sl.run import runlog
 from functional_sl.run.cli import UsageError
 
-
-@pytest.fixture(autouse=True)
-def _tiny():
-    with tiny_runs.prepared():
-        yield
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """A finished run of 60 steps with its snapshots at 20, 40 and 60; tests copy it."""
-    folder = tmp_path_factory.mktemp("whole") / "run"
-    with tiny_runs.prepared():
-        tiny_runs.run(folder)
-    return folder
-
-
-@pytest.fixture
-def run_dir(whole, tmp_path):
-    return Path(shutil.copytree(whole, tmp_path / "run"))
+pytestmark = pytest.mark.usefixtures("tiny")
+tiny, whole, run_dir = tiny_runs.tiny, tiny_runs.whole, tiny_runs.run_dir
 
 
 def snapshot_of(run_dir: Path, step: int) -> Path:

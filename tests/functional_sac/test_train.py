@@ -24,6 +24,7 @@ PATH = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 KEYS = ["run_dir", "task", "env_steps", "updates", "eval_return_mean", "eval_return_std", "seconds"]
 KEYS += ["env_steps_per_s", "updates_per_s"]
 BARE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+tiny = tiny_runs.tiny
 
 
 def command(*argv):
@@ -45,12 +46,6 @@ def main(capsys, *argv):
         code = error.code
     out, err = capsys.readouterr()
     return code, out.splitlines(), err.splitlines()
-
-
-@pytest.fixture
-def tiny():
-    with tiny_runs.prepared():
-        yield
 
 
 def test_anywhere_in_any_console_a_run_leaves_its_folder_and_its_last_line(tmp_path):

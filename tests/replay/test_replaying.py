@@ -29,25 +29,18 @@ WEIGHT = "learner/critic/params/trunk/w"
 SHORT = {"env_steps": 40, "snapshot_every": 10, "keep_snapshots": 9, "tensorboard": False, "eval_episodes": 1}
 
 
-@pytest.fixture(autouse=True)
-def _tiny():
-    with tiny_runs.prepared():
-        yield
+pytestmark = pytest.mark.usefixtures("tiny")
+tiny, run_dir = tiny_runs.tiny, tiny_runs.run_dir
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory):
+def whole(tmp_path_factory):
     """A short run with its trace; tests copy it."""
     folder = tmp_path_factory.mktemp("recorded") / "run"
     with tiny_runs.prepared():
         tiny_runs.run(folder, **SHORT)
         verify.record(folder)
     return folder
-
-
-@pytest.fixture
-def run_dir(recorded, tmp_path):
-    return Path(shutil.copytree(recorded, tmp_path / "run"))
 
 
 VARIANTS = {
@@ -249,8 +242,8 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("flags", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_meant_is_refused(recorded, capsys, monkeypatch, flags, message):
-    known = [] if not flags or "--run=nowhere" in flags else [f"--run={recorded}"]
+def test_what_cannot_be_meant_is_refused(whole, capsys, monkeypatch, flags, message):
+    known = [] if not flags or "--run=nowhere" in flags else [f"--run={whole}"]
     monkeypatch.setattr("sys.argv", ["record_replay", *known, *flags])
     with pytest.raises(SystemExit) as stop:
         record_replay.main()
@@ -272,10 +265,10 @@ def test_a_run_without_anything_to_compare_is_refused(run_dir, monkeypatch):
         verify.verify(run_dir)
 
 
-def test_torchrun_is_refused(recorded, monkeypatch):
+def test_torchrun_is_refused(whole, monkeypatch):
     monkeypatch.setitem(os.environ, "RANK", "0")
     with pytest.raises(UsageError, match="start it without torchrun"):
-        verify.verify(recorded)
+        verify.verify(whole)
 
 
 @pytest.mark.parametrize("planted", [False, True], ids=["the same", "another"])
