@@ -7,6 +7,7 @@ from types import ModuleType
 
 _MODULES = (
     "acting",
+    "compiling",
     "config",
     "cuda_mps",
     "cycle",
@@ -26,6 +27,7 @@ _MODULES = (
     "networks",
     "noise",
     "opening",
+    "padding",
     "plan",
     "play",
     "playing",

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from functional_sac.padding import padded, padded_rows
 from functional_sl import keys, tree
 
 BN_MOMENTUM = 0.01
@@ -21,7 +22,6 @@ BN_EPS = 1e-5
 RMS_EPS = 1e-6
 NORM_EPS = 1e-8
 EXPANSION = 4
-ALIGNMENT = 8  # elements of which matrix units want sizes to be multiples
 LOG_STD_MIN, LOG_STD_MAX = -10.0, 2.0
 
 
@@ -204,25 +204,10 @@ def _trunk(params: Trunk, stats: Stats, x: Tensor, training: bool, dtype: torch.
     return rms_norm(params.post_scale, h), normalise.stats(rows=x.shape[0])
 
 
-def padded_size(size: int) -> int:
-    """Returns the next multiple of eight, or the size itself if it is one."""
-    return size + -size % ALIGNMENT
-
-
-def padded(x: Tensor) -> Tensor:
-    """Returns x with zeros behind its last axis up to a multiple of eight."""
-    return F.pad(x, (0, -x.shape[-1] % ALIGNMENT))
-
-
-def _padded_rows(w: Tensor) -> Tensor:
-    """Returns matrices [..., M, K] with rows of zeros up to a multiple of eight."""
-    return F.pad(w, (0, 0, 0, -w.shape[-2] % ALIGNMENT))
-
-
 def _linear(x: Tensor, w: Tensor, dtype: torch.dtype) -> Tensor:
     if x.is_cuda and torch.compiler.is_compiling():
         outputs = w.shape[0]
-        x, w = padded(x), _padded_rows(padded(w))
+        x, w = padded(x), padded_rows(padded(w))
         return _product(x, w, dtype)[..., :outputs]
     return _product(x, w, dtype)
 

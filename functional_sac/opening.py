@@ -8,33 +8,30 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
-from functional_sac import environment, hosted, plan, replicas, restoring
+from functional_sac import compiling, environment, plan, replicas, restoring
 from functional_sac.config import TrainConfig
 from functional_sac.cycle import Learner, make_learner
 from functional_sac.envs.env import Env
 from functional_sac.envs.host import HostEnv
-from functional_sac.iteration import Iteration, TrainState, make_iteration, overlapped
+from functional_sac.iteration import Iteration, TrainState, make_iteration
 from functional_sac.replicas import Replicas, States
 from functional_sac.request import MAY_CHANGE, Request, request, seeds, stored
 from functional_sac.restoring import Start
-from functional_sl import capture, keys, tree, wire
+from functional_sl import keys, tree, wire
 from functional_sl.parallel import watchdog
 from functional_sl.parallel.errors import RankError
 from functional_sl.parallel.likeness import check_alike
 from functional_sl.parallel.watchdog import Watchdog
-from functional_sl.parallel.world import agree, broadcast, gather, guard, world
+from functional_sl.parallel.world import broadcast, gather, guard, world
 from functional_sl.run import board, cli, folders, identity, resuming, runlog, snapshot
 from functional_sl.run.command import as_usage_error
 from functional_sl.run.manifest import Part
 
-COMPILED_UPDATES = 20_000
 # A rank may wait in a collective while another does what takes longer than an iteration; the watchdog ends a hang.
 _COLLECTIVE_TIMEOUTS = 2 * watchdog.BUSY_FACTOR
 _OWN_FILES = ("learning_curve.png", "policy.gif", "tensorboard")
@@ -51,7 +48,7 @@ class Run:
     eval_env: Env | HostEnv  # where policies are evaluated and filmed; `env` itself, or another of the same task
     learner: Learner
     # (state, random=, phase= or None) -> (state, numbers of environments that took no step), one iteration
-    iterate: capture.Captured | capture.Eager | hosted.Hosted
+    iterate: compiling.Runner
     states: States  # where every rank of this process begins
     start: Start
     run_dir: Path
@@ -105,7 +102,9 @@ def _open(asked: Request, ranks: Replicas, dog: Watchdog) -> Run:
         env, eval_env = _environments(config, ranks)
         _check_idling(env, config, ranks)
         reserved = config.num_envs if config.overlap else 0
-        learner = make_learner(config, env.spec, ranks.collectives, _wrap(config), _fuses(config, ranks), reserved)
+        learner = make_learner(
+            config, env.spec, ranks.collectives, compiling.wrapper(config), compiling.fuses(config, ranks), reserved
+        )
         iteration = make_iteration(config, env, learner, ranks.collectives)
         fresh = _init(iteration, config, ranks)
         states, start = restoring.restore(fresh, config, ranks, source)
@@ -124,8 +123,8 @@ def _open(asked: Request, ranks: Replicas, dog: Watchdog) -> Run:
     written = log is not None and config.tensorboard
     events = board.Board(run_dir / "tensorboard" if written else None, start.snapshot_step)
     return Run(
-        config, ranks, dog, env, eval_env, learner, _iterate(iteration, config, ranks, env), states, start, run_dir,
-        log, events,
+        config, ranks, dog, env, eval_env, learner, compiling.runner(iteration, config, ranks, env), states, start,
+        run_dir, log, events,
     )  # fmt: skip
 
 
@@ -177,7 +176,7 @@ def _settle(config: TrainConfig, ranks: Replicas) -> TrainConfig:
             f"env_steps={config.env_steps}: the run ends before learning starts on {ranks.size} ranks; ask for more"
         )
     config = plan.settle(config, ranks.size)
-    config = dataclasses.replace(config, device=ranks.world.device.type, compile=_compiles(config, ranks))
+    config = dataclasses.replace(config, device=ranks.world.device.type, compile=compiling.compiles(config, ranks))
     # More threads only wait for each other at small sizes, and sums depend on their number.
     few = config.batch_size * config.critic_width * config.num_seeds < 2**16
     return dataclasses.replace(config, threads=config.threads or (1 if few else torch.get_num_threads()))
@@ -196,7 +195,7 @@ def _settings(config: TrainConfig, env: Env, states: States, start: Start) -> di
 def _environments(config: TrainConfig, ranks: Replicas) -> tuple[Env | HostEnv, Env | HostEnv]:
     """Returns the environment in which the run learns, and the one in which it is evaluated."""
     device = ranks.world.device
-    env = environment.make(config, device, _wrap(config))
+    env = environment.make(config, device, compiling.wrapper(config))
     if len(ranks.here) > 1 and isinstance(env, Env):
         env = environment.one_at_a_time(env)
     other = ranks.writes and environment.samples(config)
@@ -219,68 +218,6 @@ def _init(iteration: Iteration, config: TrainConfig, ranks: Replicas) -> States:
 def _own(state: TrainState) -> TrainState:
     """Returns the state in buffers that share nothing; the replay's rows, which may be large, have theirs already."""
     return tree.clone(state._replace(replay=()))._replace(replay=state.replay)
-
-
-def _compiles(config: TrainConfig, ranks: Replicas) -> str:
-    """Returns what `--compile=auto` comes to, which the run keeps, resumes included."""
-    if config.compile != "auto" or config.simulated_ranks > 1:
-        return "false" if config.compile == "auto" else config.compile
-    # On a CPU compiling takes about a minute and then halves an update's time.
-    many = plan.total_updates(config, ranks.size) >= COMPILED_UPDATES
-    worthwhile = many and any(map(shutil.which, ("c++", "g++", "clang++")))
-    return "true" if ranks.world.device.type == "cuda" or worthwhile else "false"
-
-
-def _suited(config: TrainConfig, ranks: Replicas) -> bool:
-    """Tells whether iterations can be captured: compiled ones on a GPU, without a scaler for float16."""
-    compiled = ranks.world.device.type == "cuda" and config.compile == "true"
-    return compiled and config.compute_dtype != "float16"
-
-
-def _fuses(config: TrainConfig, ranks: Replicas) -> bool:
-    """Tells whether gradients are taken as they are written out, which are for one seed."""
-    return _suited(config, ranks) and config.num_seeds == 1
-
-
-def _wrap(config: TrainConfig) -> Callable[[capture.Function], capture.Function]:
-    """Returns what is done to a region of the cycle: mapped over seeds where there are several, compiled if asked."""
-
-    def wrap(region: capture.Function) -> capture.Function:
-        region = capture.mapped(region) if config.num_seeds > 1 else region
-        return capture.compiled(region) if config.compile == "true" else region
-
-    return wrap
-
-
-def _iterate(
-    iteration: Iteration, config: TrainConfig, ranks: Replicas, env: Env | HostEnv
-) -> capture.Captured | capture.Eager | hosted.Hosted:
-    """Returns one training iteration, captured as CUDA graphs where that is possible and wanted."""
-
-    # The learner's regions are mapped over seeds already.
-    def over_seeds(fn: Callable[..., tree.Tree], **static: bool) -> Callable[..., tree.Tree]:
-        bound = functools.partial(fn, **static)
-        return capture.mapped(bound) if config.num_seeds > 1 else bound
-
-    def iterate(state: TrainState, random: bool, phase: int | None) -> tuple[TrainState, tuple[()]]:
-        if config.overlap and phase is not None:
-            return overlapped(iteration, over_seeds, state, random, phase), ()
-        state = over_seeds(iteration.step, random=random)(state)
-        return (state if phase is None else iteration.learn(state, phase)), ()
-
-    captured = _suited(config, ranks) and (ranks.size == 1 or config.dp_whole_cycle_cuda_graph)
-    region = functools.partial(capture.Captured if captured else capture.Eager, hooks=_hooks(ranks))
-    if isinstance(env, HostEnv):
-        act = functools.partial(over_seeds, iteration.act)
-        halves = hosted.stages(lambda random: act(random=random), over_seeds(iteration.store), iteration.learn)
-        return hosted.Hosted(region(halves), env, config.overlap)
-    return region(iterate)
-
-
-def _hooks(ranks: Replicas) -> capture.Hooks:
-    """Returns the hooks by which ranks start a capture together, and one's failure is an error of all."""
-    where = functools.partial(agree, ranks.world, where="capturing the iteration")
-    return capture.Hooks(before_capture=functools.partial(where, None), after_capture=where)
 
 
 def _check_idling(env: Env | HostEnv, config: TrainConfig, ranks: Replicas) -> None:

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from functional_sac import networks
 from functional_sac.fused import rms_norm
 from functional_sac.networks import RMS_EPS, Actor
+from functional_sac.padding import padded
 
 
 class Tape(NamedTuple):
@@ -42,7 +42,7 @@ def backward(actor: Actor, tape: Tape, draw: Tensor) -> tuple[Tensor, list[Tenso
     Returns:
       (gradient of the activations [1, B, H]; what is left for `trunk.backward` to do and `finished` to name).
     """
-    dy = networks.padded(draw).to(tape.h.dtype)
+    dy = padded(draw).to(tape.h.dtype)
     flow = torch.mm(dy, tape.w).unsqueeze(0)
     dh, post_scale = rms_norm.backward(flow, tape.h, actor.trunk.post_scale.unsqueeze(0), RMS_EPS)
     return dh, [dy.unsqueeze(0), tape.normal.unsqueeze(0), post_scale, draw.unsqueeze(1)]

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, library
 
-from functional_sac.networks import Actor, Critic, padded_size
+from functional_sac.networks import Actor, Critic
+from functional_sac.padding import padded_size
 from functional_sl import tree
 from functional_sl.kernels import buildable
 

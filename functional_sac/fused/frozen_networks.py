@@ -14,7 +14,8 @@ from functional_sac import networks
 from functional_sac.fused import critic_heads, frozen_blocks, inputs
 from functional_sac.fused.alignment import BLOCK_LEAVES, INPUT_WEIGHT
 from functional_sac.fused.inputs import Batch
-from functional_sac.networks import ALIGNMENT, BatchNorm, Critic, Stats, Trunk
+from functional_sac.networks import BatchNorm, Critic, Stats, Trunk
+from functional_sac.padding import ALIGNMENT
 
 
 class _Block(NamedTuple):

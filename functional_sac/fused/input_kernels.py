@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from functional_sac.networks import BN_EPS, padded_size
+from functional_sac.networks import BN_EPS
+from functional_sac.padding import padded_size
 from functional_sl.kernels import launch, rowwise
 
 ROWS, COLUMNS = 16, 64  # of a program

@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, library
 
-from functional_sac import networks, replay
+from functional_sac import replay
 from functional_sac.networks import BN_EPS, BatchNorm, Stats
+from functional_sac.padding import padded, padded_size
 from functional_sac.transition import Transition
 from functional_sl.kernels import buildable
 
@@ -66,7 +67,7 @@ class Batch:
         return list(itertools.accumulate(self.columns.widths, initial=0))
 
     def _picked(self, begins: tuple[int, int], counts: tuple[int, int], tail: Tensor | None) -> Tensor:
-        return pick(self.rows, self.places, begins, counts, tail, networks.padded_size(counts[0]))
+        return pick(self.rows, self.places, begins, counts, tail, padded_size(counts[0]))
 
 
 def batch(transition: Transition | Batch) -> Batch:
@@ -136,7 +137,7 @@ def _plain_normalised(
 ) -> Tensor:  # fmt: skip
     x = (rows if places is None else rows.index_select(0, places)).narrow(1, begin, scale.shape[1])
     slope = scale * torch.rsqrt(var + BN_EPS)
-    return networks.padded(torch.addcmul((bias - mean * slope).unsqueeze(1), x, slope.unsqueeze(1))).to(dtype)
+    return padded(torch.addcmul((bias - mean * slope).unsqueeze(1), x, slope.unsqueeze(1))).to(dtype)
 
 
 _normalised = library.custom_op("functional_sac::pick_normalised", _plain_normalised, mutates_args=())
@@ -149,7 +150,7 @@ def _(
 ) -> Tensor:  # fmt: skip
     count, features = scale.shape
     size = (rows if places is None else places).shape[0]
-    return rows.new_empty(count, size, networks.padded_size(features), dtype=dtype)
+    return rows.new_empty(count, size, padded_size(features), dtype=dtype)
 
 
 if KERNELS:
