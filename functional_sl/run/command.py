@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from functional_sl.parallel.errors import LostRank
-from functional_sl.run import metrics
+from functional_sl.run import cli, metrics
 from functional_sl.run.cli import UsageError
 from functional_sl.run.manifest import SnapshotError
 from functional_sl.run.runlog import RunError
@@ -20,18 +20,12 @@ EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143, "SIGHUP": 129}
 
 @contextlib.contextmanager
 def exit_on_failure(program: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Turns errors that end a run (`RunError`, `SnapshotError`, `kinds`) into one line on stderr and exit code 1.
-
-    Ctrl-C gives 130.
-    """
+    """Turns errors that end a run (`RunError`, `SnapshotError`, `kinds`) into one line on stderr and exit code 1."""
     try:
         yield
     except (RunError, SnapshotError, *kinds) as error:
-        sys.exit(f"{program}: {' '.join(str(error).split())}")
-    except KeyboardInterrupt:
-        with contextlib.suppress(OSError):
-            print(f"{program}: interrupted", file=sys.stderr)
-        sys.exit(130)
+        cli.emit(sys.stderr, f"{program}: {' '.join(str(error).split())}\n")
+        sys.exit(1)
 
 
 @contextlib.contextmanager
