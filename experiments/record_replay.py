@@ -17,7 +17,7 @@ import json
 from functional_sac.replaying import verify
 from functional_sac.replaying.verify import Report
 from functional_sac.request import as_usage_error
-from functional_sl.run import cli, metrics
+from functional_sl.run import cli, metrics, runlog
 from functional_sl.run.manifest import SnapshotError
 from functional_sl.run.runlog import RunError
 
@@ -49,6 +49,7 @@ def repeat(settings: Settings) -> Report:
     asked = {name: getattr(settings, name) for name in ("device", "threads", "compile")}
     changes = {name: value for name, value in asked.items() if value is not None}
     with as_usage_error(RunError, SnapshotError):
+        runlog.describe(settings.run)
         if settings.record:
             if changes or settings.begin or settings.end is not None:
                 raise cli.UsageError("--record: repeats the whole run as it was; leave out begin, end and changes")

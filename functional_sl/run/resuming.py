@@ -6,8 +6,9 @@ import contextlib
 import os
 from pathlib import Path
 
-from functional_sl.run import manifest, retention, runlog
+from functional_sl.run import files, manifest, retention, runlog
 from functional_sl.run.cli import UsageError
+from functional_sl.run.command import as_usage_error
 
 RUNS = "runs"
 _PICKS = {"latest": retention.latest, "best": retention.best}
@@ -57,7 +58,9 @@ def home(source: Path) -> Path:
 
 def _at(path: Path, wish: str) -> Path:
     path = path.parent if path.name == manifest.NAME else path
-    if (path / manifest.NAME).exists() or manifest.STEP.fullmatch(path.name):
+    with as_usage_error(ValueError):
+        finished = files.there(path / manifest.NAME)
+    if finished or manifest.STEP.fullmatch(path.name):
         manifest.read(path)
         return path
     if not path.is_dir():
