@@ -73,6 +73,8 @@ class SACConfig:
         _require(0 < self.gamma <= 1, self, ("gamma",), "must lie in (0, 1]")
         _require(0 < self.tau <= 1, self, ("tau",), "must lie in (0, 1]")
         _require(self.batch_size >= 2, self, ("batch_size",), "batch norm needs at least 2 rows")
+        for name in ("actor_width", "critic_width"):
+            _require(getattr(self, name) < 2**15, self, (name,), "must lie below 32768, for the weights of one layer")
         _require(self.bins >= 2, self, ("bins",), "a distribution needs at least 2 bins")
         _require(self.min_value < self.max_value, self, ("min_value", "max_value"), "must be in this order")
         _require(
@@ -214,6 +216,7 @@ class TrainConfig(SACConfig):
         _check_robots(self)
         for name in ("eval_episodes", "eval_every", "log_every", "snapshot_every", "seed", "threads"):
             _require(getattr(self, name) >= 0, self, (name,), "must not be negative")
+        _require(self.threads <= 1024, self, ("threads",), "must be at most 1024, as many as cores at best")
         _require(
             1 in (self.num_seeds, self.simulated_ranks),
             self,

@@ -80,6 +80,7 @@ class TrainConfig:
         for name in ("momentum", "b1", "b2"):
             self._require(0 <= getattr(self, name) < 1, name, rule="must lie in [0, 1)")
         self._require(self.seed < 2**32, "seed", rule="must lie below 2**32")
+        self._require(self.threads <= 1024, "threads", rule="must be at most 1024, as many as cores at best")
         self._require(self.clip_norm is None or self.clip_norm > 0, "clip_norm", rule="must be positive or none")
         self._require(
             self.optimizer != "adam" or not self.weight_decay, "optimizer", "weight_decay", rule="adamw decays weights"
