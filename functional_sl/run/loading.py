@@ -59,7 +59,10 @@ def required(function: Any, name: str) -> list[str]:
     """
     if not callable(function):
         raise ValueError(f"{name!r}: is a {type(function).__name__}, not a function")
-    parameters = inspect.signature(function).parameters.values()
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # some built-in functions tell none
+        return []
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [p.name for p in parameters if p.default is p.empty and p.kind not in variadic]
 
