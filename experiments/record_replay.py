@@ -49,7 +49,8 @@ def repeat(settings: Settings) -> Report:
     asked = {name: getattr(settings, name) for name in ("device", "threads", "compile")}
     changes = {name: value for name, value in asked.items() if value is not None}
     with as_usage_error(RunError, SnapshotError):
-        runlog.describe(settings.run)
+        if "task" not in runlog.describe(settings.run)["config"]:
+            raise cli.UsageError(f"--run={settings.run}: is no run of functional_sac; supervised runs are not repeated")
         if settings.record:
             if changes or settings.begin or settings.end is not None:
                 raise cli.UsageError("--record: repeats the whole run as it was; leave out begin, end and changes")
