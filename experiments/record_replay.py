@@ -79,8 +79,10 @@ def told(report: Report) -> list[str]:
 def main() -> None:
     """Reads the flags, repeats the run and prints what was found."""
     with cli.exit_on_usage_error(PROGRAM):
-        report = repeat(cli.parse(Settings, program=PROGRAM, description=__doc__).config)
-    print("\n".join(told(report)))
+        settings = cli.parse(Settings, program=PROGRAM, description=__doc__).config
+        report = repeat(settings)
+    kept = [f"the trace is kept in {settings.run}"] if settings.record and report.first is None else []
+    print("\n".join([*told(report), *kept]))
     plain = {name: value._asdict() if hasattr(value, "_asdict") else value for name, value in report._asdict().items()}
     print(json.dumps(metrics.plain(plain), allow_nan=False))
     raise SystemExit(report.first is not None)

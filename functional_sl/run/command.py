@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from functional_sl.parallel.errors import LostRank
-from functional_sl.run import cli, metrics
+from functional_sl.run import metrics
 from functional_sl.run.cli import UsageError
 from functional_sl.run.manifest import SnapshotError
 from functional_sl.run.runlog import RunError
@@ -24,8 +24,7 @@ def exit_on_failure(program: str, *kinds: type[Exception]) -> Iterator[None]:
     try:
         yield
     except (RunError, SnapshotError, *kinds) as error:
-        cli.emit(sys.stderr, f"{program}: {' '.join(str(error).split())}\n")
-        sys.exit(1)
+        sys.exit(f"{program}: {' '.join(str(error).split())}")
 
 
 @contextlib.contextmanager
