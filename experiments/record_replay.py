@@ -17,7 +17,7 @@ import json
 from functional_sac.replaying import verify
 from functional_sac.replaying.verify import Report
 from functional_sac.request import as_usage_error
-from functional_sl.run import cli, metrics
+from functional_sl.run import cli, metrics, runlog
 from functional_sl.run.manifest import SnapshotError
 from functional_sl.run.runlog import RunError
 
@@ -49,6 +49,8 @@ def repeat(settings: Settings) -> Report:
     asked = {name: getattr(settings, name) for name in ("device", "threads", "compile")}
     changes = {name: value for name, value in asked.items() if value is not None}
     with as_usage_error(RunError, SnapshotError):
+        if "task" not in runlog.describe(settings.run)["config"]:
+            raise cli.UsageError(f"--run={settings.run}: is no run of functional_sac; supervised runs are not repeated")
         if settings.record:
             if changes or settings.begin or settings.end is not None:
                 raise cli.UsageError("--record: repeats the whole run as it was; leave out begin, end and changes")
@@ -77,8 +79,10 @@ def told(report: Report) -> list[str]:
 def main() -> None:
     """Reads the flags, repeats the run and prints what was found."""
     with cli.exit_on_usage_error(PROGRAM):
-        report = repeat(cli.parse(Settings, program=PROGRAM, description=__doc__).config)
-    print("\n".join(told(report)))
+        settings = cli.parse(Settings, program=PROGRAM, description=__doc__).config
+        report = repeat(settings)
+    kept = [f"the trace is kept in {settings.run}"] if settings.record and report.first is None else []
+    print("\n".join([*told(report), *kept]))
     plain = {name: value._asdict() if hasattr(value, "_asdict") else value for name, value in report._asdict().items()}
     print(json.dumps(metrics.plain(plain), allow_nan=False))
     raise SystemExit(report.first is not None)

@@ -72,6 +72,8 @@ class SACConfig:
         require(self, 0 < self.gamma <= 1, ("gamma",), "must lie in (0, 1]")
         require(self, 0 < self.tau <= 1, ("tau",), "must lie in (0, 1]")
         require(self, self.batch_size >= 2, ("batch_size",), "batch norm needs at least 2 rows")
+        for name in ("actor_width", "critic_width"):
+            require(self, getattr(self, name) < 2**15, (name,), "must lie below 32768, for the weights of one layer")
         require(self, self.bins >= 2, ("bins",), "a distribution needs at least 2 bins")
         require(self, self.min_value < self.max_value, ("min_value", "max_value"), "must be in this order")
         require(
@@ -207,6 +209,7 @@ class TrainConfig(SACConfig):
         _check_robots(self)
         for name in ("eval_episodes", "eval_every", "log_every", "snapshot_every", "seed", "threads"):
             require(self, getattr(self, name) >= 0, (name,), "must not be negative")
+        require(self, self.threads <= 1024, ("threads",), "must be at most 1024, as many as cores at best")
         require(
             self,
             1 in (self.num_seeds, self.simulated_ranks),

@@ -64,10 +64,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             arguments[i] = f"--{name}={arguments[i]}"
     with cli.exit_on_usage_error(PROGRAM):
         summary = run(cli.parse(Settings, arguments, program=PROGRAM, description=DESCRIPTION).config)
+    lines = []
     for path, found in summary["files"].items():
         how = "bit by bit" if found["bit_equal"] else f"to {found['difference']:.1e}"
-        print(f"{path}: repeats the trainer's actions {how}")
-    print(json.dumps(summary))
+        lines.append(f"{path}: repeats the trainer's actions {how}\n")
+    cli.emit(sys.stdout, "".join([*lines, json.dumps(summary), "\n"]))
 
 
 if __name__ == "__main__":

@@ -98,8 +98,8 @@ class _Loop:
         """Says, once a record, that nothing is being learned, or that steps were refused."""
         if self._refused > self._said_refused:
             progress.write(
-                f"{self._refused} environment steps so far had a NaN or infinite observation or reward: they are not "
-                "stored, and their environments began new episodes (refused_steps in the records)"
+                f"{self._refused} environment steps so far had a NaN or infinite observation or reward, or one beyond "
+                "2**48: they are not stored, and their environments began new episodes (refused_steps in the records)"
             )
             self._said_refused = self._refused
         if self._blocked >= BLOCKED_UPDATES:

@@ -28,7 +28,7 @@ from functional_sl.parallel.errors import RankError
 from functional_sl.parallel.likeness import check_alike
 from functional_sl.parallel.watchdog import Watchdog
 from functional_sl.parallel.world import broadcast, gather, guard, world
-from functional_sl.run import board, cli, folders, identity, resuming, runlog, snapshot
+from functional_sl.run import board, cli, folders, identity, loading, resuming, runlog, snapshot
 from functional_sl.run.command import as_usage_error
 from functional_sl.run.manifest import Part
 
@@ -96,6 +96,7 @@ def open_run(config: TrainConfig, given: frozenset[str] = frozenset()) -> Iterat
 def _open(asked: Request, ranks: Replicas, dog: Watchdog) -> Run:
     here, source = ranks.world, asked.source
     with guard(here, "opening the run"):
+        loading.check_installed("matplotlib", *(["tensorboard"] if asked.config.tensorboard else []))
         config = _settle(asked.config, ranks)
         torch.set_num_threads(config.threads)
         _make_deterministic(config.deterministic)
@@ -106,7 +107,8 @@ def _open(asked: Request, ranks: Replicas, dog: Watchdog) -> Run:
             config, env.spec, ranks.collectives, compiling.wrapper(config), compiling.fuses(config, ranks), reserved
         )
         iteration = make_iteration(config, env, learner, ranks.collectives)
-        fresh = _init(iteration, config, ranks)
+        with _within_memory(config):
+            fresh = _init(iteration, config, ranks)
         states, start = restoring.restore(fresh, config, ranks, source)
         if source is not None and isinstance(env, HostEnv):
             states, start = restoring.begin_anew(states, start, fresh, env, iteration, config)
@@ -213,6 +215,18 @@ def _init(iteration: Iteration, config: TrainConfig, ranks: Replicas) -> States:
     if config.num_seeds > 1:
         return (tree.stack([iteration.init(keys.key(seed, device)) for seed in seeds(config)]),)
     return tuple(iteration.init(keys.key(config.seed, device), rank) for rank in ranks.here)
+
+
+@contextlib.contextmanager
+def _within_memory(config: TrainConfig) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+            raise
+        sizes = ("replay_capacity", "num_envs", "num_seeds", "n_step")
+        shown = ", ".join(f"{name}={getattr(config, name)}" for name in sizes)
+        raise cli.UsageError(f"{shown}: do not fit in memory ({error}); choose smaller ones") from error
 
 
 def _own(state: TrainState) -> TrainState:

@@ -73,8 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         arguments[0] = f"--snapshot={arguments[0]}"
     with cli.exit_on_usage_error(PROGRAM):
         figures = run(cli.parse(Settings, arguments, program=PROGRAM, description=DESCRIPTION).config)
-    print(table(figures))
-    print(json.dumps(metrics.plain(figures), allow_nan=False))
+    cli.emit(sys.stdout, f"{table(figures)}\n{json.dumps(metrics.plain(figures), allow_nan=False)}\n")
 
 
 def table(figures: dict[str, Any]) -> str:

@@ -69,7 +69,7 @@ def _check_ranks(parts: dict[str, Any], size: int, source: Path) -> None:
     if (saved := replicas.ranks_of([*parts])) != size:
         raise cli.UsageError(
             f"--resume={source}: is of {saved} ranks, but {size} have started; start torchrun with {saved} processes "
-            f"in all, or a new run with --init_from={source}"
+            f"in all, show as many devices in CUDA_VISIBLE_DEVICES, or a new run with --init_from={source}"
         )
 
 

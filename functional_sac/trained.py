@@ -50,7 +50,7 @@ def find(source: str) -> Path:
       cli.UsageError, RunError, SnapshotError: if there is none, or it is damaged.
     """
     if source not in ("latest", "best"):
-        return resuming.folder(source).absolute()
+        return resuming.folder(source, having="task").absolute()
     try:
         return resuming.find(source, having="task").absolute()
     except cli.UsageError as error:

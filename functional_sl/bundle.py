@@ -223,7 +223,7 @@ def vacant(path: str | os.PathLike[str]) -> Path:
       BundleError: if something has this name already.
     """
     path = Path(path).expanduser()
-    if path.exists():
+    if files.there(path):
         raise BundleError(f"{path}: is there already, and an export replaces nothing; choose another name or remove it")
     path.parent.mkdir(parents=True, exist_ok=True)
     return path

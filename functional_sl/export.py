@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             setting, _, place = (settings.data or "").partition("=")
             formats = [name.strip() for name in settings.formats.split(",")]
             files = export(settings.snapshot, settings.out, formats, {setting: place} if setting else {})
-        except (RunError, manifest.SnapshotError, ValueError) as error:
+        except (RunError, manifest.SnapshotError, ValueError, OSError) as error:
             raise cli.UsageError(str(error)) from error
     found = {str(path): {"difference": x.difference, "bit_equal": x.bit_equal} for path, x in files.items()}
     print(json.dumps({"snapshot": settings.snapshot, "files": found}))

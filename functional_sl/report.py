@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -50,8 +49,10 @@ def lines(path: Path, leaves: bool = False) -> Iterator[str]:
     yield from (f"  {name}: {value}" for name, value in info["config"].items())
     best = retention.best(path, info["run_id"])
     for folder in sorted((path / "snapshots").glob("step_*")):
-        found = manifest.read(folder)
-        yield from _snapshot(folder, found, False, " (best)" if folder == best else "")
+        try:
+            yield from _snapshot(folder, manifest.read(folder), False, " (best)" if folder == best else "")
+        except SnapshotError as error:  # one that is being written, or that a killed process left
+            yield f"{folder.name}: {error}"
 
 
 def _file(path: Path) -> Iterator[str]:
@@ -99,10 +100,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 _draw(path, settings.picture)
         except (RunError, SnapshotError, ValueError, OSError) as error:
             raise cli.UsageError(str(error)) from error
-    try:
-        print("\n".join(report), flush=True)
-    except BrokenPipeError:  # of `functional-sl RUN | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    cli.emit(sys.stdout, "\n".join([*report, ""]))
 
 
 if __name__ == "__main__":

@@ -32,8 +32,8 @@ def make(
     """Returns the environment of a task.
 
     Args:
-      task: a task's name, or `package.module:function` of a function that returns an `Env` (with `gym`: see
-        `gym.make`).
+      task: a task's name, or `package.module:function` of a function that returns an `Env` (or, with `auto`
+        and `gym`, what `gym.make` takes).
       sim: `classic` for the embedded pure-torch tasks, `gym` for gymnasium's, `mujoco` or `mjwarp` for robots; `auto`
         takes the first simulator that has the task, for robots `mjwarp` on a GPU.
       settings: of a robot task.
@@ -64,7 +64,22 @@ def make(
         from functional_sac.envs import classic
 
         return classic.make(task)
-    env = loading.load(task)()
-    if not isinstance(env, (Env, HostEnv)):
-        raise ValueError(f"task {task!r} returned a {type(env).__name__}; it must return a functional_sac.envs.env.Env")
-    return env
+    return _own(task, sim)
+
+
+def _own(task: str, sim: str) -> Env | HostEnv:
+    """Returns what a function of the user's makes; with `auto`, of gymnasium's kind too."""
+    vector = loading.required(loading.load(task), task) == ["num_envs"]
+    env = None if vector else loading.load_function(task)()
+    if isinstance(env, (Env, HostEnv)):
+        return env
+    foreign = vector or any(kind.__module__.partition(".")[0] == "gymnasium" for kind in type(env).__mro__)
+    if foreign and sim == "auto":
+        from functional_sac.envs import gym
+
+        if not vector:
+            env.close()
+        return gym.make(task)
+    found = "takes num_envs" if vector else f"returned a {type(env).__name__}"
+    hint = "; leave out --sim, or give --sim=gym" if foreign else ""
+    raise ValueError(f"task {task!r} {found}; it must return a functional_sac.envs.env.Env{hint}")

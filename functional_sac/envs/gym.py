@@ -52,7 +52,8 @@ def make(task: str) -> HostEnv:
         autoreset are not supported; names the remedy.
     """
     _, _, name = task.partition(":")
-    function = loading.load(task) if name.isidentifier() else functools.partial(_registered, task)
+    own = functools.partial(loading.load_function, given=("num_envs", "render_mode"))
+    function = own(task) if name.isidentifier() else functools.partial(_registered, task)
     if "num_envs" in inspect.signature(function).parameters:
         return _vector(task, function)
     with contextlib.closing(_checked(task, _single(task, function)(), gymnasium.Env)) as probe:

@@ -53,7 +53,7 @@ class Singles:
         reward = np.zeros(number)
         terminated, truncated = np.zeros((2, number), bool)
         for i in np.flatnonzero(awake):
-            value, reward[i], terminated[i], truncated[i], _ = self._envs[i].step(commands[i])
+            value, reward[i], terminated[i], truncated[i] = _stepped(self._envs[i].step(commands[i]))
             self._observations.encode(value, self._now[i])
         final = self._now.copy()
         ended = terminated | truncated
@@ -194,6 +194,18 @@ class _Tally:
     def clear(self, where: np.ndarray) -> None:
         """Begins new episodes."""
         self._returns[where], self._lengths[where] = 0.0, 0
+
+
+def _stepped(found: Any) -> tuple[Any, float, bool, bool]:
+    """Returns observation, reward and both ends of what a single environment's step returned."""
+    if not isinstance(found, tuple) or len(found) != 5:
+        what = f"{len(found)} values" if isinstance(found, tuple) else f"a {type(found).__name__}"
+        raise ValueError(f"step() returned {what}; gymnasium's has 5: observation, reward, terminated, truncated, info")
+    value, reward, terminated, truncated, _ = found
+    number = np.asarray(reward)
+    if number.size != 1 or number.dtype.kind not in "biuf":
+        raise ValueError(f"step() returned the reward {reward!r:.100}; it must be one real number")
+    return value, float(number.reshape(())), bool(terminated), bool(truncated)
 
 
 def _finite(observation: np.ndarray, reward: np.ndarray) -> np.ndarray:

@@ -29,7 +29,7 @@ class Observations(NamedTuple):
         """Writes an observation into `rows` [O] float32, or N of them, batched by leaves, into [N, O].
 
         Raises:
-          ValueError: for a value of another shape than the space's.
+          ValueError: for a value of another shape than the space's, or one that is not of real numbers.
         """
         lead, start = rows.shape[:-1], 0
         # What overflows float32 becomes infinite, which is seen like any other such number.
@@ -39,6 +39,9 @@ class Observations(NamedTuple):
                 if part.shape != lead + shape:
                     where = f" at {'/'.join(path)!r}" if path else ""
                     raise ValueError(f"an observation{where} has shape {part.shape}; its space says {lead + shape}")
+                if part.dtype.kind not in "biuf":
+                    where = f" at {'/'.join(path)!r}" if path else ""
+                    raise ValueError(f"an observation{where} holds {part.dtype}; its space says real numbers")
                 size = int(np.prod(shape))
                 rows[..., start : start + size] = part.reshape(*lead, size)
                 start += size

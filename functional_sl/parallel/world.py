@@ -192,7 +192,7 @@ def _exchange(world: World, where: str, text: str) -> list[str]:
     """Returns every rank's text by rank: one collective if all are empty, else two."""
     if world.control_group is None:
         return [text]
-    content = text.encode()
+    content = text.encode(errors="backslashreplace")
     header = torch.tensor([len(content), zlib.crc32(where.encode())], dtype=torch.int64)
     headers = _all_gather(world, where, header)
     lengths, places = zip(*(entry.tolist() for entry in headers), strict=True)

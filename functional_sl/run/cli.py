@@ -112,19 +112,22 @@ def parse(
     layers = (preset(flagged["preset"]) if "preset" in flagged else {}) | asked
     fallback = preset(default) if default and "preset" not in flagged else {}
     if flagged.get("help"):
-        _emit(sys.stdout, _help(program, description, _general(presets, default), options, fallback | layers))
+        emit(sys.stdout, _help(program, description, _general(presets, default), options, fallback | layers))
         raise SystemExit(0)
     return Parsed(_build(config_class, fallback | layers), frozenset(layers))
 
 
 @contextlib.contextmanager
 def exit_on_usage_error(program: str) -> Iterator[None]:
-    """Turns a `UsageError` into the one line `program: message` on stderr and exit code 2."""
+    """Turns a `UsageError` into the one line `program: message` on stderr and exit code 2, Ctrl-C likewise into 130."""
     try:
         yield
     except UsageError as error:
-        _emit(sys.stderr, f"{program}: {one_line(error)}\n")
+        emit(sys.stderr, f"{program}: {one_line(error)}\n")
         raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        emit(sys.stderr, f"{program}: interrupted\n")
+        raise SystemExit(130) from None
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -358,7 +361,7 @@ def _text(value: object) -> str:
     return str(value) if value != "" else "empty"
 
 
-def _emit(stream: Any, text: str) -> None:
+def emit(stream: Any, text: str) -> None:
     """Writes `text` whatever the stream's encoding; a closed pipe or a full disk is not a second error."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     try:

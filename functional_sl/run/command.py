@@ -20,18 +20,11 @@ EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143, "SIGHUP": 129}
 
 @contextlib.contextmanager
 def exit_on_failure(program: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Turns errors that end a run (`RunError`, `SnapshotError`, `kinds`) into one line on stderr and exit code 1.
-
-    Ctrl-C gives 130.
-    """
+    """Turns errors that end a run (`RunError`, `SnapshotError`, `kinds`) into one line on stderr and exit code 1."""
     try:
         yield
     except (RunError, SnapshotError, *kinds) as error:
         sys.exit(f"{program}: {one_line(error)}")
-    except KeyboardInterrupt:
-        with contextlib.suppress(OSError):
-            print(f"{program}: interrupted", file=sys.stderr)
-        sys.exit(130)
 
 
 @contextlib.contextmanager

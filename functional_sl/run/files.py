@@ -100,6 +100,21 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def there(path: str | os.PathLike[str]) -> bool:
+    """Tells whether a path that a user gave leads to something.
+
+    Raises:
+      ValueError: if the system does not tell, as for a name that is too long or a folder without permission.
+    """
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{os.fspath(path)}: {getattr(error, 'strerror', error)}; choose another place") from None
+    return True
+
+
 def explain(error: OSError, path: Path, needed: int) -> str:
     """Returns one line for a failed write of `needed` bytes under `path`: place, size, free space, cause, remedy."""
     home = next(folder for folder in (path, *path.absolute().parents) if os.path.isdir(folder))

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from functional_sl.parallel.world import divert_output
-from functional_sl.run import cli, runlog
+from functional_sl.run import cli, files, runlog
 
 
 def check_vacant(run_dir: Path, names: Iterable[str]) -> None:
@@ -19,9 +19,9 @@ def check_vacant(run_dir: Path, names: Iterable[str]) -> None:
       names: of the files and folders that the run makes beside its log.
 
     Raises:
-      UsageError: names what is there.
+      ValueError: names what is there, or why the folder cannot be looked at.
     """
-    taken = [name for name in names if (run_dir / name).exists()]
+    taken = [name for name in names if files.there(run_dir / name)]
     if taken and not (run_dir / "run.json").exists():
         raise cli.UsageError(f"--run_dir={run_dir}: holds {', '.join(taken)} of something else; choose another folder")
 

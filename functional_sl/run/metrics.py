@@ -56,8 +56,10 @@ def split(path: Path) -> tuple[list[Record], list[bytes], list[bytes]]:
 def _parse(line: bytes) -> Record | None:
     try:
         record = identity.parse(line)
-        return record if {"step", "host"} <= record.keys() else None
-    except (ValueError, AttributeError):
+        kinds = {"attempt": int, "elapsed_s": int | float}
+        own = isinstance(record["step"], int) and all(isinstance(record["host"][k], v) for k, v in kinds.items())
+        return record if own else None
+    except (ValueError, TypeError, LookupError):
         return None
 
 

@@ -6,8 +6,9 @@ import contextlib
 import os
 from pathlib import Path
 
-from functional_sl.run import manifest, retention, runlog
+from functional_sl.run import files, manifest, retention, runlog
 from functional_sl.run.cli import UsageError
+from functional_sl.run.command import as_usage_error
 
 RUNS = "runs"
 _PICKS = {"latest": retention.latest, "best": retention.best}
@@ -21,7 +22,7 @@ def find(wish: str, run_dir: str | None = None, *, having: str = "") -> Path:
       run_dir: `--run_dir`; latest and best are looked for there, and a path must lie there. Without it they are those
         of the newest run under `runs/` that has any.
       having: a setting by which the runs of one trainer are told from those of another; `latest` and `best` under
-        `runs/` are of runs that have it.
+        `runs/` are of runs that have it, and a path to a run without it is refused.
 
     Raises:
       UsageError: names what is missing or does not fit.
@@ -30,7 +31,7 @@ def find(wish: str, run_dir: str | None = None, *, having: str = "") -> Path:
     if wish in _PICKS:
         found = _pick(Path(run_dir).expanduser(), wish) if run_dir else _newest(wish, having)
     else:
-        found = _at(Path(wish).expanduser(), f"--resume={wish}")
+        found = _at(Path(wish).expanduser(), f"--resume={wish}", having)
     if run_dir and home(found) != Path(run_dir).expanduser().resolve():
         raise UsageError(f"--run_dir={run_dir}: a resumed run stays in its folder, {home(found)}; leave it out")
     _check_own(found)
@@ -46,7 +47,7 @@ def folder(path: str | os.PathLike[str], *, having: str = "") -> Path:
       UsageError, RunError, SnapshotError: as `find`.
     """
     wish = os.fspath(path)
-    return _newest(wish, having) if wish in _PICKS else _at(Path(path).expanduser(), wish)
+    return _newest(wish, having) if wish in _PICKS else _at(Path(path).expanduser(), wish, having)
 
 
 def home(source: Path) -> Path:
@@ -55,9 +56,20 @@ def home(source: Path) -> Path:
     return parent.parent.parent if parent.name == "superseded" else parent.parent
 
 
-def _at(path: Path, wish: str) -> Path:
+def _at(path: Path, wish: str, having: str) -> Path:
+    found = _folder_at(path, wish)
+    if having and having not in manifest.read(found)["config"]:
+        raise UsageError(
+            f"{wish}: is of another trainer's run, which has no setting {having!r}; give one of this trainer"
+        )
+    return found
+
+
+def _folder_at(path: Path, wish: str) -> Path:
     path = path.parent if path.name == manifest.NAME else path
-    if (path / manifest.NAME).exists() or manifest.STEP.fullmatch(path.name):
+    with as_usage_error(ValueError):
+        finished = files.there(path / manifest.NAME)
+    if finished or manifest.STEP.fullmatch(path.name):
         manifest.read(path)
         return path
     if not path.is_dir():

@@ -179,8 +179,12 @@ def reopen(
         if refused:
             shown = "; ".join("{}: {} -> {}".format(name, *changes[name]) for name in refused)
             raise RunError(f"{folder}: the run has another configuration ({shown}); set it back or start a new run")
-        records = _repair(folder)
-        attempt = len(info["attempts"])
+        records, attempt = _repair(folder), len(info["attempts"])
+        if ahead := [record["host"]["attempt"] for record in records if record["host"]["attempt"] >= attempt]:
+            raise RunError(
+                f"{folder / _METRICS}: holds records of attempt {ahead[0]}, which {_RUN} does not know; restore {_RUN} "
+                "from a copy"
+            )
         info["attempts"].append(_attempt(attempt, resume_step, changes))
         _write_info(folder, info | {"config": config, "config_digest": digest})
         elapsed_s = max((record["host"]["elapsed_s"] for record in records), default=0.0)

@@ -11,7 +11,8 @@ from typing import Any
 class Stop:
     """While it is open, the first SIGINT, SIGTERM or SIGHUP sets `requested`; a second SIGINT interrupts at once.
 
-    Outside the main thread, where Python takes no signals, it never asks to stop.
+    Outside the main thread, where Python takes no signals, it never asks to stop. A SIGHUP that is ignored, as under
+    nohup, stays so.
     """
 
     def __init__(self) -> None:
@@ -30,7 +31,9 @@ class Stop:
 
     def __enter__(self) -> Stop:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            # Under nohup a hang-up stays ignored.
+            hung_up = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
+            for number in (signal.SIGINT, signal.SIGTERM, *hung_up):
                 self._previous[number] = signal.signal(number, self._note)
         return self
 

@@ -207,7 +207,11 @@ def _locate(path: Path, run_id: str | None) -> tuple[Path, bool]:
     """Returns the snapshot's folder, and whether its files have just been read through."""
     if path.name == manifest.NAME:
         return path.parent, False
-    if not path.is_dir():
+    try:
+        found = files.there(path)
+    except ValueError as error:
+        raise SnapshotError(str(error)) from None
+    if not found or not path.is_dir():
         raise SnapshotError(f"{path}: no such folder; give the folder of a run or of a snapshot")
     if (path / manifest.NAME).exists() or manifest.STEP.fullmatch(path.name):
         return path, False

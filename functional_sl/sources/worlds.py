@@ -44,7 +44,7 @@ def load(name: str) -> Any:
     Raises:
       ValueError: if there is none, or the function returns something else.
     """
-    world = loading.load(name)()
+    world = loading.load_function(name)()
     absent = [part for part in ("spec", "init", "step") if not hasattr(world, part)]
     if absent:
         raise ValueError(f"{name!r} returns a {type(world).__name__} without {absent[0]!r}; it must return a world")

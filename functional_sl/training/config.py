@@ -80,6 +80,7 @@ class TrainConfig:
         for name in ("momentum", "b1", "b2"):
             require(self, 0 <= getattr(self, name) < 1, (name,), "must lie in [0, 1)")
         require(self, self.seed < 2**32, ("seed",), "must lie below 2**32")
+        require(self, self.threads <= 1024, ("threads",), "must be at most 1024, as many as cores at best")
         require(self, self.clip_norm is None or self.clip_norm > 0, ("clip_norm",), "must be positive or none")
         require(
             self,

@@ -18,7 +18,7 @@ from functional_sl.parallel.likeness import check_alike
 from functional_sl.parallel.watchdog import Watchdog
 from functional_sl.parallel.world import World, broadcast, gather, guard, world
 from functional_sl.recipe import Recipe
-from functional_sl.run import board, cli, files, folders, identity, resuming, runlog, snapshot
+from functional_sl.run import board, cli, files, folders, identity, loading, resuming, runlog, snapshot
 from functional_sl.run.command import as_usage_error
 from functional_sl.training import admission, generators, recovery, reporting, update
 from functional_sl.training.config import MAY_CHANGE, TrainConfig
@@ -91,6 +91,7 @@ def open_run(asked: Request) -> Iterator[Run]:
 
 def _open(asked: Request, here: World, dog: Watchdog) -> Run:
     with guard(here, "building the recipe"):
+        loading.check_installed("matplotlib", *(["tensorboard"] if asked.config.tensorboard else []))
         config = _settle(asked.config, here)
         torch.use_deterministic_algorithms(config.deterministic)
         # Every buffer is written before it is read.

@@ -84,6 +84,8 @@ def test_the_edges_pass(given: dict) -> None:
         ({"task": "g1_walk_flat", "sim": "mujoco", "sim_contacts": 9}, "sim_contacts=9, sim=mujoco: only --sim=mjwarp"),
         ({"task": "g1_walk_flat", "sim": "mjwarp", "sim_threads": 2}, "sim_threads=2, sim=mjwarp: only --sim=mujoco"),
         ({"task": "g1_walk_flat", "sim_threads": 0}, "sim_threads=0: must be positive"),
+        ({"threads": 10**8}, "threads=100000000: must be at most 1024"),
+        ({"critic_width": 2**15}, "critic_width=32768: must lie below 32768"),
     ],
 )  # fmt: skip
 def test_the_run_names_what_it_refuses(given: dict, message: str) -> None:

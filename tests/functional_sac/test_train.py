@@ -173,6 +173,15 @@ def test_a_stopped_run_says_so(tmp_path, monkeypatch, capsys, number, expected):
 
 
 @pytest.mark.usefixtures("tiny")
+def test_a_replay_beyond_all_memory_is_one_line(tmp_path, capsys):
+    code, out, err = main(capsys, *tiny_runs.flags(run_dir=tmp_path / "run", replay_capacity=10**15))
+    assert (code, out) == (2, [])
+    assert err[-1].startswith("functional-sac: replay_capacity=1000000000000000, num_envs=")
+    assert "do not fit in memory" in err[-1]
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.usefixtures("tiny")
 def test_an_impatient_interrupt_is_one_line_too(tmp_path, monkeypatch, capsys):
     def advance(*args):
         for _ in range(2):

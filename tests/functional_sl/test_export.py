@@ -56,7 +56,7 @@ def test_torchrun(tmp_path):
 
 def test_what_cannot_be_exported_is_named(run, tmp_path, monkeypatch, capsys):
     snapshot.save(tmp_path / "other", 3, {"state": {"w": torch.zeros(2)}}, run_id="r", config={})
-    with pytest.raises(UsageError, match="is no snapshot of a supervised run"):
+    with pytest.raises(UsageError, match="of another trainer's run, which has no setting 'recipe'"):
         export.export(tmp_path / "other" / "step_000000000003", tmp_path / "model")
     line = tiny_recipes.line
 

@@ -36,6 +36,17 @@ def test_a_run(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert shown[3].startswith("step_000000000004: score 1.0")
 
 
+def test_a_snapshot_that_a_kill_left_unfinished_hides_no_other(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run_dir / "snapshots" / "step_000000000005").mkdir()
+    report.main([str(run_dir)])
+    *_, whole, broken = capsys.readouterr().out.splitlines()
+    assert whole.startswith("step_000000000004: score 1.0")
+    assert broken.startswith("step_000000000005: ")
+    assert broken.endswith("not there, so this is no finished snapshot; choose another one")
+
+
 def test_a_snapshot_with_its_leaves(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report.main([str(run_dir / "snapshots" / "step_000000000003"), "--leaves"])
     assert capsys.readouterr().out.splitlines()[1] == "  state/w: float32[2, 3]"

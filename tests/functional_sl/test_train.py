@@ -142,6 +142,7 @@ def test_every_recipe_that_is_named_is_there(capsys):
         ([LINE, "--size=paper"], "tiny_recipes has small, wide"),
         (["--recipe=my_tasks:ids", "--size=wide"], "has no sizes"),
         ([LINE, "--updates=0"], "updates=0: must be positive"),
+        ([LINE, "--threads=100000000"], "threads=100000000: must be at most 1024"),
         ([LINE, "--weight_decay=0.1"], "adamw decays weights"),
         ([LINE, "--backend=nccl"], "nccl moves CUDA tensors"),
         ([LINE, "--resume=x", "--init_from=y"], "x: no such folder"),

@@ -277,12 +277,45 @@ def test_unsupported_spaces_are_refused_with_reason_and_remedy(make, changes, wo
         ("pendulum", "pendulum"),
         ("gym_probes:nothing", "has no 'nothing'"),
         ("gym_probes:observations", "has no 'observations'"),
-        ("gym_probes:DTYPES", "'dict' object is not callable|not a callable"),
+        ("gym_probes:DTYPES", "is a dict, not a function"),
+        ("gym_probes:vector", "asks for the argument mode, makers; give it a default"),
     ],
 )
 def test_what_is_no_task_is_named(task, words):
-    with pytest.raises((ValueError, TypeError), match=words):
+    with pytest.raises(ValueError, match=words):
         envs.make(task, "gym")
+
+
+@pytest.mark.parametrize("task", ["gym_probes:Count", "gym_probes:threes_next_step"])
+def test_auto_takes_functions_of_gymnasium_environments_and_classic_names_them(task):
+    assert isinstance(envs.make(task), HostEnv)
+    with pytest.raises(ValueError, match=r"returned a|takes num_envs.*leave out --sim, or give --sim=gym"):
+        envs.make(task, "classic")
+
+
+ODD_STEPS = {
+    "old": (lambda *x: (*x[:3], {}), "returned 4 values; gymnasium's has 5"),
+    "none": (lambda *_: None, "returned a NoneType"),
+    "two rewards": (
+        lambda o, r, *x: (o, np.ones(2), *x),
+        r"the reward array\(.*; it must be one real",
+    ),
+    "no reward": (lambda o, r, *x: (o, None, *x), "the reward None"),
+    "text": (lambda o, r, *x: (o, "1.0", *x), "the reward '1.0'"),
+    "complex": (lambda o, *x: (o + 1j, *x), "an observation holds complex"),
+}
+
+
+@pytest.mark.parametrize(("changed", "words"), ODD_STEPS.values(), ids=ODD_STEPS)
+def test_a_step_that_breaks_the_contract_is_named(make, changed, words):
+    class Odd(Spaces):
+        def step(self, action):
+            return changed(*super().step(action))
+
+    env = make(Odd)
+    state, _ = env.init(keys.key(0), 1)
+    with pytest.raises(ValueError, match=words):
+        env.step(state, torch.zeros(1, env.spec.action_dim))
 
 
 def test_an_observation_of_another_shape_is_named(make):

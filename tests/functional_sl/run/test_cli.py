@@ -207,6 +207,12 @@ def test_output_survives_ascii_and_broken_streams(monkeypatch):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_ctrl_c_is_one_line_and_exit_130(capsys):
+    with pytest.raises(SystemExit) as caught, cli.exit_on_usage_error("functional-x"):
+        raise KeyboardInterrupt
+    assert (caught.value.code, capsys.readouterr()) == (130, ("", "functional-x: interrupted\n"))
+
+
 def test_misdeclared_configs_are_refused():
     @dataclasses.dataclass(frozen=True)
     class Wrong:

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from functional_sl.run import folders, runlog
+from functional_sl.run import files, folders, resuming, runlog, snapshot
 from functional_sl.run.cli import UsageError
+from functional_sl.run.manifest import SnapshotError
 from functional_sl.run.runlog import RunError
 
 
@@ -29,3 +30,14 @@ def test_a_rank_that_sees_another_folder_is_told(tmp_path: Path) -> None:
     with runlog.create({}, ("mine",), run_dir=tmp_path), pytest.raises(RunError, match=r"holds run mine-.* here"):
         folders.enter(tmp_path, "a run", 1)
     assert not (tmp_path / "ranks").exists()
+
+
+def test_a_name_that_the_system_refuses_is_one_line(tmp_path: Path) -> None:
+    long = tmp_path / ("a" * 300)
+    with pytest.raises(ValueError, match=r"aaa.*: File name too long; choose another place"):
+        folders.check_vacant(long, ("loss.png",))
+    with pytest.raises(UsageError, match=r"aaa.*: File name too long"):
+        resuming.folder(long)
+    with pytest.raises(SnapshotError, match=r"aaa.*: File name too long"):
+        snapshot.restore(long, {})
+    assert not files.there(tmp_path / "absent")

@@ -40,3 +40,17 @@ def test_an_error_of_the_module_itself_is_its_own(tmp_path: Path, monkeypatch: p
     (tmp_path / "broken_module.py").write_text("import math\nmath.no_such_function")
     with pytest.raises(AttributeError, match="no_such_function"):
         loading.load("broken_module:task")
+
+
+def test_packages_for_later_are_missed_at_once():
+    loading.check_installed("torch", "json")
+    with pytest.raises(ValueError, match="package no_such_package is not installed: pip install"):
+        loading.check_installed("torch", "no_such_package")
+
+
+def test_a_function_that_asks_for_more_is_named():
+    assert loading.load_function("json:dumps", given=("obj",))({}) == "{}"
+    with pytest.raises(ValueError, match="asks for the argument obj; give it a default"):
+        loading.load_function("json:dumps")
+    with pytest.raises(ValueError, match="'json:__name__': is a str, not a function"):
+        loading.load_function("json:__name__")

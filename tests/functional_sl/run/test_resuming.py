@@ -31,5 +31,10 @@ def test_latest_is_of_a_run_that_has_the_setting(runs: dict[str, Path]) -> None:
         for look in (resuming.find, resuming.folder):
             assert look("latest", having=name).samefile(path)
     assert resuming.find("latest").samefile(runs["recipe"])
+    for name, other in (("task", "recipe"), ("recipe", "task")):
+        for look in (resuming.find, resuming.folder):
+            assert look(str(runs[name]), having=name) == runs[name]
+            with pytest.raises(UsageError, match=f"another trainer's run, which has no setting '{other}'"):
+                look(str(runs[name]), having=other)
     with pytest.raises(UsageError, match="no run with a game and a valid snapshot under"):
         resuming.find("latest", having="game")

@@ -287,3 +287,23 @@ def test_a_folder_without_a_readable_run_is_refused(tmp_path, text, message):
         reopen(tmp_path, 1)
     with pytest.raises(RunError, match="no such folder"):
         runlog.reopen(tmp_path / "absent", CONFIG, 1)
+
+
+@pytest.mark.parametrize("host", ["3", "{}", '{"attempt": "0", "elapsed_s": 1}', '{"attempt": 0, "elapsed_s": null}'])
+def test_a_line_that_no_run_wrote_is_moved_like_a_torn_one(tmp_path, host):
+    with runlog.create({}, ("a",), run_dir=tmp_path) as log:
+        log.write(1, {"loss": 0.5})
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write(f'{{"step": 2, "host": {host}}}\n')
+    with runlog.reopen(tmp_path, {}, 1):
+        assert [record["step"] for record in runlog.effective(tmp_path)] == [1]
+    assert host in (tmp_path / "metrics.torn").read_text()
+
+
+def test_records_of_an_attempt_that_the_run_does_not_know_are_refused(tmp_path):
+    with runlog.create({}, ("a",), run_dir=tmp_path) as log:
+        log.write(1, {"loss": 0.5})
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 2, "host": {"attempt": 1, "elapsed_s": 1.0}}\n')
+    with pytest.raises(RunError, match=r"metrics.jsonl: holds records of attempt 1, which run.json does not know"):
+        runlog.reopen(tmp_path, {}, 1)

@@ -49,6 +49,17 @@ def test_a_second_sigint_interrupts_at_once(first: signal.Signals) -> None:
     assert handlers() == before
 
 
+def test_a_hang_up_that_is_ignored_as_under_nohup_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Stop() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop.requested
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_an_error_brings_the_handlers_back() -> None:
     before = handlers()
 

@@ -101,6 +101,8 @@ def test_demonstrations_hold_the_undisturbed_answer_to_what_was_seen() -> None:
 def test_names_of_worlds_and_experts_are_checked() -> None:
     with pytest.raises(ValueError, match="returns a OrderedDict without 'spec'"):
         worlds.load("collections:OrderedDict")
+    with pytest.raises(ValueError, match="'json:dumps': asks for the argument obj"):
+        worlds.load("json:dumps")
     with pytest.raises(ValueError, match="is float; an expert is a function"):
         demonstrations.load_expert("math:pi")
     assert demonstrations.load_expert("torch:tanh").act is torch.tanh
