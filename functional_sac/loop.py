@@ -23,6 +23,7 @@ from functional_sl import keys, tree
 from functional_sl.parallel.world import broadcast, gather, guard, stop_requested
 from functional_sl.run import signals
 from functional_sl.run.progress import Progress
+from functional_sl.run.runlog import RunError
 
 BLOCKED_UPDATES = 100
 
@@ -95,7 +96,17 @@ class _Loop:
         progress.update(env_steps, **shown)
 
     def _warn(self, progress: Progress) -> None:
-        """Says, once a record, that nothing is being learned, or that steps were refused."""
+        """Says, once a record, that nothing is being learned, or that steps were refused.
+
+        Raises:
+          RunError: if every step was, though learning has begun.
+        """
+        steps = self._clock.env_steps * self._config.num_seeds
+        if self._clock.updates and self._refused >= steps:
+            raise RunError(
+                f"all {steps} environment steps had a NaN or infinite observation or reward, or one beyond 2**48, so "
+                f"there is nothing to learn from: look at what task={self._config.task} returns"
+            )
         if self._refused > self._said_refused:
             progress.write(
                 f"{self._refused} environment steps so far had a NaN or infinite observation or reward, or one beyond "

@@ -116,12 +116,12 @@ def there(path: str | os.PathLike[str]) -> bool:
 
 
 def explain(error: OSError, path: Path, needed: int) -> str:
-    """Returns one line for a failed write of `needed` bytes under `path`: place, size, free space, cause, remedy."""
+    """Returns one line for a failed write of `needed` bytes under `path`: place, size and free space, cause, remedy."""
     home = next(folder for folder in (path, *path.absolute().parents) if os.path.isdir(folder))
     full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     remedy = "free space there or lift the limit" if full else "choose a folder that can be written"
-    free = shutil.disk_usage(home).free
-    return f"{path}: cannot write {needed} bytes ({free} bytes are free): {error.strerror or error}; {remedy}"
+    asked = f"{needed} bytes ({shutil.disk_usage(home).free} bytes are free)" if full else "there"
+    return f"{path}: cannot write {asked}: {error.strerror or error}; {remedy}"
 
 
 def _unlink(path: Path) -> None:

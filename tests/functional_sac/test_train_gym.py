@@ -19,6 +19,7 @@ from gym_probes import F64, Bad, Count, in_turn  # noqa: E402
 from functional_sac import reporting, train  # noqa: E402
 from functional_sac.envs import gym  # noqa: E402
 from functional_sl.run.cli import UsageError  # noqa: E402
+from functional_sl.run.runlog import RunError  # noqa: E402
 
 COUNTING = {"task": "gym_probes:Count-v0", "sim": "gym"}
 PROBE = {"task": "gym_probes:task", "sim": "gym"}
@@ -126,6 +127,24 @@ def test_a_run_counts_and_reports_what_is_not_finite(tmp_path, monkeypatch, caps
     state = tiny_runs.state(tmp_path)
     assert (state["replay.rank0/size"], state["run.rank0/env_steps"]) == (55, 60)
     assert all(torch.isfinite(x).all() for name, x in state.items() if "replay" in name and "window" not in name)
+
+
+class Hopeless(Count):
+    """`Count` without a finite reward."""
+
+    def step(self, action):
+        observation, _, *flags = super().step(action)
+        return observation, float("nan"), *flags
+
+
+@pytest.mark.usefixtures("unfilmed")
+def test_a_run_without_one_finite_step_ends_with_an_error(tmp_path, monkeypatch):
+    """Learning starts at step 16 of 60; the record after it says what was wrong, and the run tells of it."""
+    monkeypatch.setattr(gym_probes, "task", Hopeless)
+    with pytest.raises(RunError, match=r"all \d\d environment steps had a NaN .* what task=gym_probes:task returns"):
+        tiny_runs.run(tmp_path, **PROBE, eval_episodes=0)
+    last = tiny_runs.records(tmp_path)[-1]
+    assert last["refused_steps"] == last["step"] < 60
 
 
 @pytest.mark.parametrize(("mode", "vector_steps"), [("same_step", 30), ("disabled", 30), ("next_step", 39)])
