@@ -13,7 +13,7 @@ from functional_sl.run.manifest import SnapshotError
 from functional_sl.run.runlog import RunError
 from functional_sl.training import request
 from functional_sl.training.config import TrainConfig
-from functional_sl.training.errors import UpdateError
+from functional_sl.training.errors import ContractError, UpdateError
 
 PROGRAM = "functional_sl.train"
 DESCRIPTION = (
@@ -38,6 +38,8 @@ def run(config: TrainConfig, task: Any = None, *, on_validation: Callable[[Any],
     Raises:
       cli.UsageError: for settings that cannot be met, before anything is written.
       RunError, SnapshotError: if the run's folder can no longer be written; what was written is kept.
+      UpdateError, ContractError: for an update without valid items or finite numbers, and a recipe that breaks its
+        contract on the way.
       RankError: with several ranks, on every one of them, for an error of any.
     """
     if config.resume is not None:
@@ -90,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     SIGTERM and SIGHUP.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    with cli.exit_on_usage_error(PROGRAM), command.exit_on_failure(PROGRAM, RankError, UpdateError):
+    with cli.exit_on_usage_error(PROGRAM), command.exit_on_failure(PROGRAM, RankError, ContractError, UpdateError):
         with command.as_usage_error(RunError, SnapshotError):
             line = request.parse(arguments, PROGRAM, DESCRIPTION)
         summary = _train(lambda: request.resolve(*line), None)

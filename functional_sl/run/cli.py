@@ -18,7 +18,7 @@ import sys
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -106,7 +106,7 @@ def parse(
     def preset(name: str) -> dict[str, Any]:
         return _convert_all(options, presets[name].items(), f"preset {name}: ")
 
-    asked = _read_yaml(options, flagged["config"]) if "config" in flagged else {}
+    asked = _read_yaml(options, general, flagged["config"]) if "config" in flagged else {}
     asked |= {name: value for name, value in flagged.items() if name in options}
     default = default_preset(asked) if callable(default_preset) else default_preset
     layers = (preset(flagged["preset"]) if "preset" in flagged else {}) | asked
@@ -281,7 +281,7 @@ def _expectation(o: _Option) -> str:
     return (many[o.base] if o.many else one) + (" or none" if o.optional else "")
 
 
-def _read_yaml(options: Mapping[str, _Option], path: str | os.PathLike[str]) -> dict[str, Any]:
+def _read_yaml(options: Mapping[str, _Option], flags_alone: Collection[str], path: str) -> dict[str, Any]:
     """Returns the values in a YAML file; scalars stay text up to `_convert`, so 1e-3 is the number it looks like."""
     try:
         root = yaml.compose(Path(path).read_text(encoding="utf-8-sig"), Loader=yaml.BaseLoader)
@@ -289,6 +289,8 @@ def _read_yaml(options: Mapping[str, _Option], path: str | os.PathLike[str]) -> 
         raise UsageError(f"cannot read {os.fspath(path)!r}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeError) as error:
         raise UsageError(f"{os.fspath(path)} is no YAML file: {one_line(error)}") from None
+    except RecursionError:
+        raise UsageError(f"{os.fspath(path)}: lists within lists; expected lines of `name: value`") from None
     if root is not None and not isinstance(root, yaml.MappingNode):
         raise UsageError(f"{os.fspath(path)}: expected lines of `name: value`")
     values: dict[str, Any] = {}
@@ -296,7 +298,12 @@ def _read_yaml(options: Mapping[str, _Option], path: str | os.PathLike[str]) -> 
         where = f"{os.fspath(path)} line {key.start_mark.line + 1}: "
         if str(key.value) in values:
             raise UsageError(f"{where}{key.value} is given twice")
-        values |= _convert_all(options, [(str(key.value), _plain(node))], where)
+        if str(key.value) in flags_alone:
+            raise UsageError(f"{where}{key.value} is no key of a file; give --{key.value} as a flag instead")
+        try:
+            values |= _convert_all(options, [(str(key.value), _plain(node))], where)
+        except RecursionError:
+            raise UsageError(f"{where}{key.value}: a list that holds itself; expected `name: value`") from None
     return values
 
 

@@ -15,9 +15,9 @@ from functional_sl import tree, wire
 from functional_sl.parallel.world import broadcast, gather, guard, stop_requested
 from functional_sl.run import signals
 from functional_sl.run.progress import Progress
-from functional_sl.training import generators, opening, optimizer, recovery, reporting, validation
+from functional_sl.training import admission, generators, opening, optimizer, recovery, reporting, validation
 from functional_sl.training.config import TrainConfig
-from functional_sl.training.errors import UpdateError
+from functional_sl.training.errors import ContractError, UpdateError
 from functional_sl.training.opening import Run
 from functional_sl.training.recovery import Boundary
 from functional_sl.training.reporting import Mark
@@ -110,7 +110,7 @@ class _Loop:
         """Takes one update, and writes down what is due."""
         first = self._updates == self._run.start.updates
         with self._run.watchdog.busy("first update") if first else contextlib.nullcontext():
-            self._state, _ = self._run.advance(self._state)
+            self._state, _ = self._update()
         self._updates += 1
         if self._updates < self._config.updates:
             self.stopped = self._stop(stop)
@@ -121,6 +121,15 @@ class _Loop:
             self._write_down(todo)
         self._run.watchdog.completed(self._updates)
         progress.update(self._updates, loss=self._record.get("train_loss"), validation=self._figures.get("loss"))
+
+    def _update(self) -> tuple[Any, dict[str, Any]]:
+        try:
+            return self._run.advance(self._state)
+        except StopIteration as error:
+            raise ContractError(
+                f"recipe {self._run.recipe.name}: its data ended in update {self._updates + 1}; draw with replacement, "
+                "or begin anew where they end"
+            ) from error
 
     def summary(self) -> dict[str, Any]:
         """Returns the run's last line, on rank 0."""
@@ -215,7 +224,7 @@ class _Loop:
                 self._run.recipe, step.params, step.stats, config.batch_size, config.compute_dtype, device
             )
             self._figures = found
-            return found, float(self._run.recipe.score(found))
+            return found, admission.number(self._run.recipe, "score", self._run.recipe.score(found))
 
     def _write_record(
         self, record: dict[str, Any], rates: dict[str, float], figures: Mapping[str, float], score: float | None

@@ -122,7 +122,10 @@ def _open(asked: Request, here: World, dog: Watchdog) -> Run:
 def _build(asked: Request, config: TrainConfig, here: World) -> tuple[Recipe, str]:
     """Returns the recipe with its data on the device, and the digest of the data."""
     generators.seed(_stream(config, update.HOST, here.rank))
-    recipe = asked.builder.build(asked.task)
+    try:
+        recipe = asked.builder.build(asked.task)
+    except (OSError, StopIteration) as error:
+        raise ValueError(f"--recipe={config.recipe}: {type(error).__name__}: {error}") from error
     admission.check_built(recipe, str(config.recipe))
     if not recipe.captured and config.compile == "true":
         raise cli.UsageError(f"--compile=true: recipe {recipe.name} draws on the host and cannot be compiled")

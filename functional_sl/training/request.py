@@ -196,7 +196,7 @@ def _peek(argv: Sequence[str]) -> dict[str, str]:
 def _peek_file(path: str | None) -> dict[str, str]:
     try:
         content = yaml.load(Path(path).read_text(encoding="utf-8-sig"), yaml.BaseLoader) if path else {}
-    except (OSError, ValueError, yaml.YAMLError):
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         content = {}  # the parser tells what is wrong with it
     mapping = content if isinstance(content, dict) else {}
     return {name: text for name, text in mapping.items() if isinstance(text, str) and text not in ("", "null")}

@@ -21,7 +21,7 @@ from functional_sl.loss_scale import LossScaleState
 from functional_sl.parallel.collectives import Collectives
 from functional_sl.recipe import Recipe
 from functional_sl.step import Aux, StepState
-from functional_sl.training import optimizer
+from functional_sl.training import admission, optimizer
 from functional_sl.training.config import TrainConfig
 from functional_sl.tree import Tree
 
@@ -86,6 +86,9 @@ def make_training(recipe: Recipe, config: TrainConfig, collectives: Collectives,
     def update(state: TrainState, data: Tree) -> tuple[TrainState, dict[str, Tensor]]:
         draw, noise = keys.split(keys.fold_in(state.own.key, state.own.cursor)).unbind(0)
         batch = recipe.sample(data, draw, config.batch_size * micro)
+        # Shapes and names alone, which a compiler has read once: of fewer rows a loss may make something.
+        if any(x.ndim == 0 or x.shape[0] != config.batch_size * micro for x in tree.leaves(batch)):
+            admission.check_rows(recipe, batch, config.batch_size * micro)
         items = recipe.count(batch)
         total = collectives.sum(items.reshape(1)).reshape(())
         # Without a valid item it is infinite, and infinity times the sum 0 closes the gate.
@@ -93,6 +96,8 @@ def make_training(recipe: Recipe, config: TrainConfig, collectives: Collectives,
         inputs = (tree.map(lambda x: _divided(x, micro), batch), keys.split(noise, micro), weight.expand(micro))
         scale = state.scale.scale if half else None
         stepped, ok, aux = gated.update(state.step, *(tree.index(inputs, 0) if micro == 1 else inputs), scale=scale)
+        if sorted(aux.metrics) != sorted(state.own.sums):
+            admission.check_names(recipe, aux.metrics, state.own.sums)
         new = TrainState(
             step=stepped,
             scale=scaling.update(state.scale, ok) if half else (),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 
 from functional_sl.recipe import Recipe
+from functional_sl.training import admission
+from functional_sl.training.errors import ContractError
 from functional_sl.training.update import autocast
 from functional_sl.tree import Tree
 
@@ -26,7 +28,7 @@ def figures(
       device: where the model runs.
 
     Raises:
-      ValueError: if `evaluate` gives a figure of a taken name.
+      ContractError: if `evaluate` gives a figure of a taken name, or something else than figures.
     """
     validate = autocast(recipe.validate, dtype, device)
     items, sums = 0, {}
@@ -36,7 +38,7 @@ def figures(
             for name, value in validate(params, buffers, batch).items():
                 sums[name] = sums.get(name, 0.0) + float(value)
         found = {name: total / items for name, total in sums.items()} | {"count": items}
-        more = dict(recipe.evaluate(params, buffers)) if recipe.evaluate else {}
+        more = admission.numbers(recipe, "evaluate", recipe.evaluate(params, buffers)) if recipe.evaluate else {}
     if taken := sorted(found.keys() & more.keys()):
-        raise ValueError(f"recipe {recipe.name}: evaluate gives {', '.join(taken)}, which validate has; rename them")
-    return found | {name: float(value) for name, value in more.items()}
+        raise ContractError(f"recipe {recipe.name}: evaluate gives {', '.join(taken)}, which validate has; rename them")
+    return found | more

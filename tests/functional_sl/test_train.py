@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -17,14 +19,14 @@ import tiny_training
 import torch
 from torch import Tensor
 
-from functional_sl import data, train
+from functional_sl import data, train, tree
 from functional_sl.recipe import Recipe
 from functional_sl.run import loading
 from functional_sl.run.cli import UsageError, option
 from functional_sl.step import Aux
 from functional_sl.training import optimizer, request
 from functional_sl.training.config import TrainConfig
-from functional_sl.training.errors import UpdateError
+from functional_sl.training.errors import ContractError, UpdateError
 
 LINE = "--recipe=tiny_recipes:line"
 
@@ -253,7 +255,7 @@ def bad(**parts: Any) -> Any:
         ({"count": lambda batch: batch.valid.float().sum()}, UsageError, "count gives torch.float32"),
         ({"loss": lambda p, b, batch, key: (p.w1, Aux(b, {}))}, UsageError, r"loss gives torch.float32 \(3, 4\)"),
         ({"loss": lambda p, b, batch, key: (p.w1.sum(), Aux((), {}))}, UsageError, "loss gives buffers with"),
-        ({"loss": lambda p, b, batch, key: (p.w1.sum(), b)}, UsageError, "loss gives Moving"),
+        ({"loss": lambda p, b, batch, key: (p.w1.sum(), b)}, UsageError, r"loss gives \(Tensor, Moving\)"),
         ({"sample": lambda d, key, size: d}, UsageError, "sample gives leaf 'x' of shape"),
         ({"validate": lambda p, b, batch: {}}, UsageError, "validate gives sums of nothing"),
         ({"batches": lambda d, size: []}, UsageError, "batches gives no batch"),
@@ -262,13 +264,30 @@ def bad(**parts: Any) -> Any:
         ({"data": {"x": np.zeros(3)}}, UsageError, "its data 'x' is ndarray"),
         ({"validation": ()}, UsageError, "its validation is empty"),
         ({"count": lambda batch: batch.valid.sum() * 0}, UsageError, "no held-out item is valid"),
+        ({"name": None}, UsageError, "the recipe's name is NoneType None, expected a text"),
+        ({"schema": ["x"]}, UsageError, r"the recipe's schema is list \['x'\], expected a dict"),
+        ({"evaluate": "rollouts"}, UsageError, "the recipe's evaluate is str 'rollouts', expected a function"),
+        ({"init": lambda key: ({"w": 3.0}, ())}, UsageError, "init gives parameter 'w' that is float 3.0"),
+        ({"sample": lambda d, key, size: None}, UsageError, "sample gives NoneType None, expected a batch"),
+        ({"sample": lambda d, key, size: [1.0]}, UsageError, "sample gives leaf '0' that is float 1.0"),
+        ({"sample": lambda d, key, size: next(iter(()))}, UsageError, "sample gives StopIteration, expected a draw"),
+        ({"count": lambda batch: -batch.valid.sum()}, UsageError, "count gives -[1-9] for what sample gives"),
+        ({"loss": lambda p, b, batch, key: None}, UsageError, "loss gives NoneType None, expected .error sum"),
+        ({"loss": lambda p, b, batch, key: (torch.ones(()), Aux(b, {}))}, UsageError, "that no parameter moves"),
+        ({"loss": lambda p, b, batch, key: (p.w1.sum(), Aux(b, None))}, UsageError, "expected metrics by name"),
+        ({"batches": lambda d, size: None}, UsageError, "batches gives NoneType None, expected an iterator"),
+        ({"batches": lambda d, size: [3]}, UsageError, "batches gives leaf '' that is int 3"),
+        ({"validate": lambda p, b, batch: [1.0]}, UsageError, r"validate gives list \[1.0\], expected sums by name"),
+        ({"evaluate": lambda p, b: None}, ContractError, "evaluate gives NoneType None, expected figures by name"),
+        ({"evaluate": lambda p, b: {"a": "high"}}, ContractError, r"evaluate \('a'\) gives str 'high', expected a num"),
+        ({"score": lambda figures: None}, ContractError, "score gives NoneType None, expected a number"),
         ({"sample": masked}, UpdateError, "update 1: no rank has drawn a valid item"),
         (
             {"loss": lambda p, b, batch, key: (p.w1.sum() * float("nan"), Aux(b, {}))},
             UpdateError,
             r"the loss was not finite, or a gradient was not below 2\.8e\+14, in update 1",
         ),
-        ({"evaluate": lambda p, b: {"loss": 1.0}}, ValueError, "evaluate gives loss, which validate has"),
+        ({"evaluate": lambda p, b: {"loss": 1.0}}, ContractError, "evaluate gives loss, which validate has"),
     ],
 )
 def test_a_recipe_that_breaks_the_contract_is_named(parts, kind, message, monkeypatch, tmp_path):
@@ -280,3 +299,48 @@ def test_a_recipe_that_breaks_the_contract_is_named(parts, kind, message, monkey
     with pytest.raises(kind, match=message):
         tiny_training.run(tmp_path / "run", "tiny_recipes:build")
     assert (tmp_path / "run").exists() == (kind is not UsageError)
+
+
+def end(*found: Any) -> Any:
+    return next(iter(()))
+
+
+def fewer(found: tiny_recipes.Rows) -> tiny_recipes.Rows:
+    return tree.map(lambda x: x[:1], found)
+
+
+def uneven(found: tiny_recipes.Rows) -> tiny_recipes.Rows:
+    return found._replace(y=found.y[:1])
+
+
+def another_metric(found: tuple[Any, Aux]) -> tuple[Any, Aux]:
+    return found[0], found[1]._replace(metrics={**found[1].metrics, "late": found[0]})
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "message"),
+    [
+        ("sample", end, "its data ended in update 4; draw with replacement"),
+        ("sample", fewer, r"sample gives leaf 'x' of shape \(1, 3\), expected 4 rows"),
+        ("sample", uneven, r"sample gives leaf 'y' of shape \(1, 2\), expected 4 rows"),
+        ("loss", another_metric, "loss gives late in some updates only"),
+    ],
+)
+def test_a_recipe_that_breaks_the_contract_on_the_way_is_named(part, change, message, monkeypatch, tmp_path, capsys):
+    """What was committed before stays, and the command says one line."""
+
+    def build(config: tiny_recipes.Line) -> Recipe:
+        recipe, calls = tiny_recipes.line(config), itertools.count()
+
+        def changing(*arguments: Any) -> Any:
+            found = getattr(recipe, part)(*arguments)
+            return change(found) if next(calls) == 4 else found  # the admission's call is the first
+
+        return recipe._replace(captured=False, **{part: changing})
+
+    build.__annotations__["config"], build.__module__ = tiny_recipes.Line, "tiny_recipes"
+    monkeypatch.setattr(tiny_recipes, "build", build, raising=False)
+    with pytest.raises(SystemExit) as ended, tiny_training.prepared():
+        train.main(["--recipe=tiny_recipes:build", f"--run_dir={tmp_path / 'run'}", "--device=cpu"])
+    assert re.search(message, str(ended.value.code))
+    assert tiny_training.steps(tmp_path / "run") == [3]

@@ -137,6 +137,9 @@ def test_usage_errors_are_one_line_and_exit_2(argv, message, capsys):
         ("lr: 1\nlr: 2\n", "line 2: lr is given twice"),
         ("- lr\n", ": expected lines of `name: value`"),
         ("lr: [1\n", "is no YAML file"),
+        ("config: other.yaml\n", "line 1: config is no key of a file; give --config as a flag instead"),
+        ("hidden: &all [*all]\n", "line 1: hidden: a list that holds itself; expected `name: value`"),
+        pytest.param("hidden: " + "[" * 3000, ": lists within lists; expected lines of `name: value`", id="deep"),
     ],
 )
 def test_yaml_errors_name_file_and_line(text, message, tmp_path):

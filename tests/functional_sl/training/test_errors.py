@@ -79,7 +79,12 @@ def full_disk(*arguments: Any, **keywords: Any) -> Any:
 
 # what happens -> (rank, recipe, part of the error, snapshots that are there)
 FAULTS: dict[str, tuple[int, Callable[..., Recipe] | None, str, list[int]]] = {
-    "admission": (1, raising, "building the recipe failed on 1 of 2 ranks: rank 1: OSError: the archive is gone", []),
+    "admission": (
+        1,
+        raising,
+        "building the recipe failed on 1 of 2 ranks: rank 1: ValueError: --recipe=tiny_recipes:line: OSError: the arch",
+        [],
+    ),
     "schema": (1, unlike, "the ranks were started unlike: the recipe's schema (rank 0: ", []),
     "buffers": (1, other_buffers, "the ranks were started unlike: the first buffers (rank 0: ", []),
     "sampling": (1, in_update_4("sample", fail), "rank 1 failed (RuntimeError: the motor is on fire)", [3]),
