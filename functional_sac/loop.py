@@ -21,7 +21,7 @@ from functional_sac.opening import Run
 from functional_sac.reporting import Mark
 from functional_sl import keys, tree
 from functional_sl.parallel.world import broadcast, gather, guard, stop_requested
-from functional_sl.run import signals
+from functional_sl.run import runlog, signals
 from functional_sl.run.progress import Progress
 from functional_sl.run.runlog import RunError
 
@@ -34,6 +34,8 @@ def train(config: TrainConfig, given: frozenset[str] = frozenset()) -> dict[str,
         with contextlib.closing(_Loop(run)) as loop, _progress(run) as progress:
             for note in (f"run folder: {run.run_dir}", *run.start.notes):
                 progress.write(note)
+            if loop.done:
+                loop.draw_again(progress)
             while not loop.done:
                 loop.advance(stop, progress)
             if loop.stopped:
@@ -66,7 +68,7 @@ class _Loop:
         self._blocked = 0  # updates that the critics' gate has skipped in a row, by the last record
         self._refused, self._said_refused = 0, 0  # steps of all ranks whose numbers were not finite, by the last record
         self._overflowed, self._said_overflowed = set(), set()  # capacities of the simulator that were exceeded
-        self._finished, self.stopped = False, ""
+        self._finished, self.stopped = self._clock.env_steps >= run.config.env_steps, ""
         self._regions = Regions.suited(run.eval_env, run.device, run.config.compile == "true")
 
     def close(self) -> None:
@@ -94,6 +96,14 @@ class _Loop:
         if self._clock.updates and self._mark.env_steps == env_steps:
             shown["loss"] = float(self._states[0].metrics["critic_loss"].mean())
         progress.update(env_steps, **shown)
+
+    def draw_again(self, progress: Progress) -> None:
+        """Draws the pictures of a run that is at its end, which the end of the attempt before may have cost."""
+        with self._edge("pictures") as writes:
+            if writes:
+                for record in runlog.effective(self._run.run_dir)[-1:]:
+                    self._evaluation = {name: value for name, value in record.items() if name.startswith("eval_")}
+                self._draw(plan.Due(log=False, evaluate=True, snapshot=False), progress)
 
     def _warn(self, progress: Progress) -> None:
         """Says, once a record, that nothing is being learned, or that steps were refused.

@@ -1,11 +1,11 @@
-"""Named settings for `--preset`: what differs from the defaults of `TrainConfig`."""
+"""Named settings for `--preset`: what differs from the defaults of `TrainConfig`, which are the official ones."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
-# The official GPU settings are the defaults of the dataclasses; this names them.
-OFFICIAL: dict[str, object] = {}
+from functional_sac.config import TrainConfig
 
 # What UniLab's FlashSAC does: the critic first, the actor counted within a cycle, noise repeats per environment that an
 # episode's end redraws, the policy from the first step on, a reward prior of weight 1e-4, one-step targets, a decay
@@ -70,6 +70,14 @@ SMALL: dict[str, object] = {
     "learning_starts": 1000,
     "num_envs": 4,
     "env_steps": 16_000,
+}
+
+# The official GPU settings are the defaults of the config. Those are named that another preset sets, so that a resumed
+# run that has others refuses the preset.
+OFFICIAL: dict[str, object] = {
+    field.name: field.default
+    for field in dataclasses.fields(TrainConfig)
+    if field.name in _UNILAB | SMALL and field.name != "env_steps"
 }
 
 # Sizes at which two CPU cores take a robot through a run within minutes; it learns to stand for longer, not to walk.

@@ -79,7 +79,8 @@ def _resumed_config(config: TrainConfig, given: frozenset[str], source: Path) ->
         raise cli.UsageError(f"a resumed run keeps its settings ({shown}); start a new run with --init_from={source}")
     with as_usage_error(ValueError):
         new = dataclasses.replace(old, **changes)
-    if done >= new.env_steps:
+    # A run that is at its end may lack its pictures: without --env_steps they are drawn anew.
+    if done >= new.env_steps and (new.env_steps != old.env_steps or "env_steps" in given):
         raise cli.UsageError(f"--env_steps={new.env_steps}: {source} has {done} already; ask for more")
     return new
 

@@ -53,7 +53,9 @@ def restore(states: States, config: TrainConfig, ranks: Replicas, source: Path |
     done, counts = manifest["step"], (states[0].sac.updates, states[0].replay.steps)
     clock = Clock(done, *(int(x.reshape(-1)[0]) for x in counts))
     notes = [f"resumed from {source} at {done} environment steps"]
-    if not has_replay:
+    if done >= config.env_steps:
+        notes.append("the run is at its end: its pictures are drawn anew; a greater --env_steps goes on")
+    elif not has_replay:
         notes.append(_refill_note(config, done, ranks.size))
     moved = [name for name in ("device", "threads", "compile") if getattr(config, name) != manifest["config"][name]]
     if moved:

@@ -53,7 +53,7 @@ SL = {
 }
 # What stands before the bar is of functional_sac, behind it of functional_sl.
 SAC = {
-    "presets": "",
+    "presets": "config",
     "transition": "",
     "distributions": "",
     "value": "",

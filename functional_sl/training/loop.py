@@ -13,7 +13,7 @@ import torch
 
 from functional_sl import tree, wire
 from functional_sl.parallel.world import broadcast, gather, guard, stop_requested
-from functional_sl.run import signals
+from functional_sl.run import runlog, signals
 from functional_sl.run.progress import Progress
 from functional_sl.training import admission, generators, opening, optimizer, recovery, reporting, validation
 from functional_sl.training.config import TrainConfig
@@ -100,6 +100,8 @@ class _Loop:
         self._figures: dict[str, float] = {}
         self._begin = self._mark = self._now()
         self.stopped = ""
+        if self.done and run.log is not None:
+            self._recall()
 
     @property
     def done(self) -> bool:
@@ -158,6 +160,12 @@ class _Loop:
             with reporting.writing(folder), generators.preserved(self._run.world.device):
                 folder.mkdir(exist_ok=True)
                 self._run.recipe.draw(self._state.step.params, self._state.step.stats, str(folder))
+
+    def _recall(self) -> None:
+        """Takes the last record for that of this attempt, which begins at the run's end."""
+        for record in runlog.effective(self._run.run_dir)[-1:]:
+            self._record, prefix = record, "validation_"
+            self._figures = {k.removeprefix(prefix): v for k, v in record.items() if k.startswith(prefix)}
 
     def _stop(self, stop: signals.Stop) -> str:
         """Returns the name of the signal that any rank has had, or the empty text."""

@@ -163,6 +163,8 @@ def _restore(
     moved = [name for name in ("device", "threads", "compile") if getattr(config, name) != content["config"][name]]
     if moved:
         notes.append(f"other {' and '.join(moved)} than before: the bits may differ from an unbroken run's from here")
+    if content["step"] == config.updates:
+        notes.append("the run is at its end: its pictures are drawn anew; a greater --updates goes on")
     if config.updates != content["config"]["updates"]:
         ended = config.updates > config.lr_decay_updates and config.lr_schedule != "constant" and config.lr_end == 0
         still = ", behind which the rate is 0 and nothing moves" if ended else ""

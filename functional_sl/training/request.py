@@ -135,7 +135,8 @@ def _resumed(values: Mapping[str, Any], given: frozenset[str], source: Path) -> 
         shown = ", ".join(f"{name} {getattr(old, name)} -> {getattr(new, name)}" for name in refused)
         raise UsageError(f"a resumed run keeps its settings ({shown}); start a new run with --init_from={source}")
     done = manifest.read(source)["step"]
-    if done >= new.updates:
+    # A run that is at its end may lack its pictures: without --updates they are drawn anew.
+    if done > new.updates or (done == new.updates and "updates" in given):
         raise UsageError(f"--updates={new.updates}: {source} has {done} already; ask for more")
     return Request(*_split(new, builder), builder, source)
 

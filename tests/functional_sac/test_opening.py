@@ -13,7 +13,7 @@ import torch
 from equal import assert_bits_equal
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from functional_sac import opening
+from functional_sac import opening, reporting
 from functional_sac.plan import Clock
 from functional_sl import tree
 from functional_sl.run import runlog
@@ -174,6 +174,22 @@ def test_a_resume_that_would_be_another_run_is_refused_in_one_line(run_dir, name
         tiny_runs.resume(run_dir, **{"env_steps": 80, name: value})
     assert "\n" not in str(caught.value)
     assert tiny_runs.files(run_dir) == before
+
+
+def test_a_run_that_is_at_its_end_is_drawn_again(run_dir, monkeypatch, capsys):
+    """Its process may have been killed after the last snapshot, before pictures and summary."""
+    state, records, kept = tiny_runs.state(run_dir), tiny_runs.records(run_dir), tiny_runs.steps(run_dir)
+    drawn = []
+    monkeypatch.setattr(reporting, "draw_curve", lambda *args: drawn.append("curve"))
+    monkeypatch.setattr(reporting, "film", lambda *args: drawn.append("film"))
+    summary = tiny_runs.resume(run_dir)
+    assert drawn == ["curve", "film"]
+    assert (summary["env_steps"], summary["updates"]) == (60, 23)
+    assert summary["eval_return_mean"] == records[-1]["eval_return_mean"]
+    assert "the run is at its end: its pictures are drawn anew" in capsys.readouterr().err
+    assert_bits_equal(tiny_runs.state(run_dir), state)
+    assert (tiny_runs.records(run_dir), tiny_runs.steps(run_dir)) == (records, kept)
+    assert tiny_runs.resume(run_dir, env_steps=80)["env_steps"] == 80
 
 
 def test_a_foreign_snapshot_is_not_picked_silently(run_dir, tmp_path, caplog):

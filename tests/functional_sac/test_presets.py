@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from functional_sac import presets, tasks
+from functional_sac import presets, request, tasks
 from functional_sac.config import TrainConfig
 from functional_sl.run import cli
 
@@ -17,7 +17,8 @@ def test_presets_are_valid_and_hold_no_default(name: str) -> None:
     config, default = TrainConfig(**changed), TrainConfig()
     types = {f.name: type(f.default) for f in dataclasses.fields(TrainConfig)}
     for field, value in changed.items():
-        assert getattr(config, field) == value != getattr(default, field), field
+        assert getattr(config, field) == value, field
+        assert (value == getattr(default, field)) == (name == "official"), field
         assert type(value) is types[field], field
 
 
@@ -33,6 +34,15 @@ def test_official() -> None:
     }  # fmt: skip
     config = TrainConfig(**presets.PRESETS["official"])
     assert {name: getattr(config, name) for name in published} == published
+
+
+def test_every_preset_is_refused_on_the_run_of_another() -> None:
+    """A resume compares the fields that a preset names with those of its run: each names one in which they differ."""
+    for name, preset in presets.PRESETS.items():
+        for other, settings in presets.PRESETS.items():
+            run = dataclasses.asdict(TrainConfig(**settings))
+            differing = {field for field in preset.keys() - request.MAY_CHANGE if preset[field] != run[field]}
+            assert bool(differing) == (name != other), (name, other)
 
 
 def test_unilab() -> None:

@@ -282,12 +282,28 @@ def test_a_torn_line_is_moved_and_lines_ahead_are_superseded(straight, tmp_path)
     assert [record["host"]["attempt"] for record in runlog.effective(run)] == [0] * 9 + [1] * 3
 
 
+def test_a_run_that_is_at_its_end_is_drawn_again(straight, tmp_path, capsys):
+    """Its process may have been killed after the last snapshot, before pictures and summary."""
+    run = Path(shutil.copytree(straight, tmp_path / "run"))
+    picture = (run / "loss.png").read_bytes()
+    (run / "loss.png").unlink()
+    summary = tiny_training.resume(run)
+    assert (run / "loss.png").read_bytes() == picture
+    last = tiny_training.records(run)[-1]
+    assert (summary["updates"], summary["train_loss"]) == (12, last["train_loss"])
+    assert summary["validation"]["loss"] == last["validation_loss"]
+    assert "the run is at its end: its pictures are drawn anew" in capsys.readouterr().err
+    equal_runs(straight, run)
+    assert tiny_training.steps(run) == tiny_training.steps(straight)
+
+
 @pytest.mark.parametrize(
     ("changes", "pattern"),
     [
         ({"hidden": 5}, "hidden 4 -> 5"),
         ({"learning_rate": 0.5}, "learning_rate 0.001 -> 0.5"),
         ({"updates": 9}, "has 12 already"),
+        ({"updates": 12}, "has 12 already"),
         ({"updates": 15, "run_dir": "elsewhere"}, "a resumed run stays in its folder"),
         ({"updates": 15, "init_from": "x"}, "give one of them"),
         ({"updatez": 15}, "did you mean updates"),
