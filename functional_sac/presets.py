@@ -73,11 +73,11 @@ SMALL: dict[str, object] = {
 }
 
 # The official GPU settings are the defaults of the config. Those are named that another preset sets, so that a resumed
-# run that has others refuses the preset.
+# run that has others refuses the preset; but for the two that a run settles or may change.
 OFFICIAL: dict[str, object] = {
     field.name: field.default
     for field in dataclasses.fields(TrainConfig)
-    if field.name in _UNILAB | SMALL and field.name != "env_steps"
+    if field.name in _UNILAB | SMALL and field.name not in ("env_steps", "lr_decay_updates")
 }
 
 # Sizes at which two CPU cores take a robot through a run within minutes; it learns to stand for longer, not to walk.
