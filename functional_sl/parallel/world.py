@@ -56,6 +56,7 @@ def world(device: str = "auto", timeout_s: float = 300.0, force_group: bool = Fa
 
     Raises:
       ValueError: on a half-set or wrong environment, or a device that this rank cannot have.
+      RankError: if the ranks cannot meet, as where another process holds the port.
     """
     rank, size, local_rank, launched = _place(os.environ)
     chosen = _device(device, local_rank, launched)
@@ -93,7 +94,14 @@ def _store(rank: int, size: int, timeout: datetime.timedelta, number: int) -> di
     What an earlier world of these processes has left there, such as the addresses of its sockets, would be taken for
     this one's.
     """
-    found, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
+    try:
+        found, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
+    except (dist.DistError, ValueError) as error:
+        place = ", ".join(f"{name}={os.environ[name]}" for name in ENVIRONMENT[3:])
+        raise RankError(
+            f"rank {rank} of {size} cannot meet the others at {place} ({str(error).splitlines()[0]}): choose a free "
+            "port of a host that all of them reach, and start every rank; torchrun --standalone does both on one host"
+        ) from error
     return dist.PrefixStore(f"world{number}", found)
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import time
 
 import pytest
@@ -172,6 +173,23 @@ def test_a_half_set_environment_is_one_error(alone, monkeypatch, environment, te
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=text), world("cpu"):
         pass
+
+
+@pytest.mark.parametrize(("host", "port"), [("127.0.0.1", "taken"), ("127.0.0.1", "many"), ("no.host.invalid", "1")])
+def test_ranks_that_cannot_meet_are_told_where(alone, monkeypatch, host, port):
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        port = str(other.getsockname()[1]) if port == "taken" else port
+        rank = "1" if host.endswith("invalid") else "0"
+        place = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "MASTER_ADDR": host, "MASTER_PORT": port}
+        for name, value in place.items():
+            monkeypatch.setenv(name, value)
+        told = (
+            f"rank {rank} of 2 cannot meet the others at MASTER_ADDR={host}, MASTER_PORT={port} .*: choose a free port"
+        )
+        with pytest.raises(RankError, match=told), world("cpu", timeout_s=1.0):
+            pass
 
 
 @pytest.mark.parametrize("device", ["gpu", "cpu:0", "cuda:x", "cuda:99"])
