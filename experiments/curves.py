@@ -46,14 +46,23 @@ def append(path: Path, points: Iterable[Point]) -> None:
 
 
 def read(paths: Iterable[Path]) -> list[Point]:
-    """Returns the evaluations of files that `append` wrote; a repeated one counts once, as the last said."""
+    """Returns the evaluations of files that `append` wrote; a repeated one counts once, as the last said.
+
+    Raises:
+      ValueError: names the file, and the line that is no evaluation.
+    """
     found = {}
     for path in paths:
         with path.open(newline="") as file:
-            for row in csv.DictReader(file):
-                numbers = int(row["seed"]), int(row["env_step"]), float(row["mean_return"]), int(row["episodes"])
-                point = Point(row["task"], row["variant"], *numbers)
-                found[point[:4]] = point
+            rows = csv.DictReader(file)
+            try:
+                for row in rows:
+                    numbers = int(row["seed"]), int(row["env_step"]), float(row["mean_return"]), int(row["episodes"])
+                    point = Point(row["task"], row["variant"], *numbers)
+                    found[point[:4]] = point
+            except (KeyError, TypeError, ValueError) as error:
+                columns = ", ".join(Point._fields)
+                raise ValueError(f"{path} line {rows.line_num}: expected {columns}; move it away or mend it") from error
     return sorted(found.values())
 
 
@@ -61,7 +70,7 @@ def official(path: Path) -> dict[str, list[Official]]:
     """Returns published curves by task from a CSV file with the columns task, env_step, mean and std.
 
     Raises:
-      ValueError: if a column is missing.
+      ValueError: if a column is missing, or a row holds no numbers.
     """
     found: dict[str, list[Official]] = {}
     with path.open(newline="") as file:
@@ -70,7 +79,10 @@ def official(path: Path) -> dict[str, list[Official]]:
         if missing:
             raise ValueError(f"{path} has no column {', '.join(sorted(missing))}")
         for row in rows:
-            value = Official(int(row["env_step"]), float(row["mean"]), float(row["std"]))
+            try:
+                value = Official(int(row["env_step"]), float(row["mean"]), float(row["std"]))
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"{path}: {dict(row)} is no number of steps, mean and std") from error
             found.setdefault(row["task"], []).append(value)
     return found
 
@@ -85,8 +97,15 @@ def curves(points: Sequence[Point]) -> Curves:
 
 
 def last(seeds: Mapping[int, Sequence[tuple[int, float]]]) -> tuple[int, list[float]]:
-    """Returns the newest step that all seeds have been evaluated at, and their returns there."""
-    step = max(set.intersection(*({step for step, _ in curve} for curve in seeds.values())))
+    """Returns the newest step that all seeds have been evaluated at, and their returns there.
+
+    Raises:
+      ValueError: if there is none.
+    """
+    common = set.intersection(*({step for step, _ in curve} for curve in seeds.values()))
+    if not common:
+        raise ValueError(f"the seeds {', '.join(map(str, seeds))} were evaluated at no step in common; go on with them")
+    step = max(common)
     return step, [dict(curve)[step] for curve in seeds.values()]
 
 

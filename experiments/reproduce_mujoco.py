@@ -109,7 +109,7 @@ def report(folder: Path, official: Path) -> str:
     """Draws the returns in a folder on the published curves, and returns the table, which it writes too."""
     points, published = curves.read(sorted(folder.glob("*.csv"))), curves.official(official)
     if not points:
-        raise cli.UsageError(f"{folder} holds no evaluation")
+        raise cli.UsageError(f"{folder} holds no evaluation; give the --out of such a run")
     curves.draw(folder, points, published)
     table = curves.table(points, published)
     (folder / "table.md").write_text(table + "\n")
@@ -160,10 +160,15 @@ def main() -> None:
     """Trains or draws, and prints the table."""
     with cli.exit_on_usage_error("reproduce_mujoco"):
         settings = cli.parse(Settings, program="reproduce_mujoco", description=__doc__).config
-        if not settings.draw:
-            with as_usage_error(ValueError):
-                jobs(settings)
-        print(report(Path(settings.draw), Path(settings.official)) if settings.draw else run(settings))
+        if settings.draw == "":
+            raise cli.UsageError("--draw= names no folder; give one, or leave the flag out to train")
+        with as_usage_error(OSError, ValueError):
+            curves.official(Path(settings.official))
+            if settings.draw:
+                print(report(Path(settings.draw), Path(settings.official)))
+                return
+            jobs(settings)
+        print(run(settings))
 
 
 if __name__ == "__main__":

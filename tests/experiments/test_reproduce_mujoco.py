@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import sys
 import time
 
 import pytest
@@ -167,6 +168,37 @@ def test_pictures_and_table_of_a_folder(tmp_path) -> None:
         csv.writer(file).writerow(["task", "mean"])
     with pytest.raises(ValueError, match="env_step, std"):
         curves.official(tmp_path / "bad.csv")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--draw="], "--draw= names no folder"),
+        (["--draw={}"], "bench.csv line 2: expected task, variant, seed, env_step, mean_return, episodes; move it"),
+        (["--draw=nowhere"], "nowhere holds no evaluation"),
+        (["--official=nowhere.csv"], "No such file or directory: 'nowhere.csv'"),
+        (["--official={}/bench.csv"], "bench.csv has no column env_step"),
+        (["--official={}/odd"], "is no number of steps, mean and std"),
+    ],
+)
+def test_a_foreign_folder_is_one_line(flags, message, tmp_path, monkeypatch, capsys) -> None:
+    """Curves are looked at before anything is trained."""
+    (tmp_path / "bench.csv").write_text("task,mean,std\nAnt-v4,1.0,2.0\n")
+    (tmp_path / "odd").write_text("task,env_step,mean,std\nAnt-v4,many,1.0,2.0\n")
+    monkeypatch.setattr(sys, "argv", ["reproduce_mujoco", *(flag.format(tmp_path) for flag in flags)])
+    monkeypatch.setattr(reproduce_mujoco, "run", lambda settings: pytest.fail("trains"))
+    with pytest.raises(SystemExit) as ended:
+        reproduce_mujoco.main()
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert message in told
+    assert told.count("\n") == 1
+
+
+def test_seeds_without_a_common_step_are_named() -> None:
+    found = [Point("Ant-v4", "a", 0, 10, 1.0, 3), Point("Ant-v4", "a", 1, 20, 1.0, 3)]
+    with pytest.raises(ValueError, match="the seeds 0, 1 were evaluated at no step in common"):
+        curves.table(found, {})
 
 
 def test_results_are_not_overwritten(tmp_path) -> None:
