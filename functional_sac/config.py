@@ -92,7 +92,7 @@ class SACConfig:
             self,
             self.lr_decay_updates == 0 or self.lr_warmup_updates <= self.lr_decay_updates,
             ("lr_warmup_updates", "lr_decay_updates"),
-            "the warm-up is part of the decay",
+            "the warm-up is part of the decay, which has as many updates as the run unless it is given",
         )
 
 

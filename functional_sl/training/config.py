@@ -94,7 +94,7 @@ class TrainConfig:
             self,
             not decay or self.lr_warmup_updates <= decay,
             ("lr_warmup_updates", "lr_decay_updates"),
-            "the warm-up is part of the decay",
+            "the warm-up is part of the decay, which has as many updates as the run unless it is given",
         )
         clash = {"cpu": "nccl", "cuda": "gloo"}.get(self.device)
         require(self, self.backend != clash, ("device", "backend"), "nccl moves CUDA tensors, gloo a CPU's")
