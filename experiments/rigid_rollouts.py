@@ -27,6 +27,7 @@ from functional_sl.recipes import rigid_evaluation
 from functional_sl.recipes.rigid_evaluation import Course
 from functional_sl.recipes.rigid_loss import bodies_of
 from functional_sl.run import cli, figures, video
+from functional_sl.run.command import as_usage_error
 from functional_sl.sources import rigid_bodies
 from functional_sl.sources.rigid_bodies import FRAME_DT, Scenes
 from functional_sl.sources.rigid_shapes import KINDS
@@ -154,7 +155,8 @@ def main(argv: list[str] | None = None) -> None:
     """Reads the flags, prints the figures as JSON lines and draws."""
     with cli.exit_on_usage_error("rigid_rollouts"):
         settings = cli.parse(Settings, argv, program="rigid_rollouts", description=__doc__.splitlines()[0]).config
-        course, held_out, params = trained(settings)
+        with as_usage_error(OSError, ValueError):
+            course, held_out, params = trained(settings)
     for row in table(course, held_out, params):
         print(json.dumps(row))
     if settings.pictures:

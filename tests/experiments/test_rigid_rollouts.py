@@ -71,3 +71,11 @@ def test_scenes_that_are_too_short_are_refused(flags: list[str], tmp_path: Path)
     bundle_, data = (flag.split("=")[1] for flag in flags[:2])
     with pytest.raises(UsageError, match=r"the longest of the held-out scenes ends after 9 frames, .* take 10"):
         rigid_rollouts.trained(rigid_rollouts.Settings(bundle_, data, step=3))
+
+
+def test_data_that_are_not_there_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        rigid_rollouts.main([f"--bundle={tmp_path / 'model.safetensors'}", f"--data={tmp_path / 'data'}"])
+    told = capsys.readouterr().err
+    assert f"{tmp_path / 'data'}" in told
+    assert told.count("\n") == 1
