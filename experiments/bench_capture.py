@@ -11,18 +11,17 @@ inside the graph, once for each of `--wires`; the same cycle without reductions 
 from __future__ import annotations
 
 import dataclasses
-import json
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from experiments import timing
-from experiments.bench_learner import SIZES, machine, setting
+from experiments.bench_learner import SIZES, setting
 from experiments.learner_agreement import as_transition, transitions
+from experiments.results import append, machine
 from functional_sac import replay, reward_scale
 from functional_sac.config import SACConfig
 from functional_sac.cycle import make_learner
@@ -169,9 +168,7 @@ def report(result: dict[str, Any], alone: bool) -> None:
         f"{result['compile_s']} s, capture {result['capture_s']} s",
         flush=True,
     )
-    if result["json"]:
-        with Path(result["json"]).open("a") as file:
-            file.write(json.dumps({**result, "reduced": not alone}) + "\n")
+    append(result["json"], {**result, "reduced": not alone})
 
 
 if __name__ == "__main__":

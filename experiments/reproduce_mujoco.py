@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from experiments import curves
 from functional_sac.config import TrainConfig
-from functional_sl.run import cli
+from functional_sl.run import checks, cli
 from functional_sl.run.command import as_usage_error
 
 if TYPE_CHECKING:
@@ -68,8 +68,7 @@ class Settings:
     def __post_init__(self) -> None:
         """Raises ValueError for a negative number."""
         for name in ("seeds", "seeds_per_process", "env_steps", "workers", "evaluators"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)}: must not be negative")
+            checks.require(self, getattr(self, name) >= 0, (name,), "must not be negative")
 
 
 def jobs(settings: Settings) -> list[Job]:

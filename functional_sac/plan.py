@@ -14,7 +14,7 @@ class Clock(NamedTuple):
 
     env_steps: int = 0  # of one seed, over all environments of all ranks
     updates: int = 0
-    vector_steps: int = 0  # of all environments together, those that a resumed run's replay has taken in
+    vector_steps: int = 0  # steps of all environments at once; of a resumed run those in its replay
     idle: int = 0  # steps of single environments in which only an episode began
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from functional_sl.run import cli, metrics
+from functional_sl.run.checks import require
 from functional_sl.run.manifest import SnapshotError
 from functional_sl.run.runlog import RunError
 
@@ -42,12 +43,9 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Raises ValueError for the first setting that cannot be meant."""
-        if self.episodes < 1:
-            raise ValueError(f"episodes={self.episodes}: must be positive")
-        if self.num_envs < 0:
-            raise ValueError(f"num_envs={self.num_envs}: must not be negative")
-        if self.seed is not None and not 0 <= self.seed < 2**32:
-            raise ValueError(f"seed={self.seed}: must lie in 0 .. 2**32 - 1")
+        require(self, self.episodes > 0, ("episodes",), "must be positive")
+        require(self, self.num_envs >= 0, ("num_envs",), "must not be negative")
+        require(self, self.seed is None or 0 <= self.seed < 2**32, ("seed",), "must lie in 0 .. 2**32 - 1")
 
 
 def run(settings: Settings) -> dict[str, Any]:

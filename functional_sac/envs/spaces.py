@@ -36,12 +36,14 @@ class Observations(NamedTuple):
         with np.errstate(over="ignore", invalid="ignore"):
             for path, shape in zip(self.paths, self.shapes, strict=True):
                 part = np.asarray(_follow(value, path))
+                fault = ""
                 if part.shape != lead + shape:
+                    fault = f"has shape {part.shape}; its space says {lead + shape}"
+                elif part.dtype.kind not in "biuf":
+                    fault = f"holds {part.dtype}; its space says real numbers"
+                if fault:
                     where = f" at {'/'.join(path)!r}" if path else ""
-                    raise ValueError(f"an observation{where} has shape {part.shape}; its space says {lead + shape}")
-                if part.dtype.kind not in "biuf":
-                    where = f" at {'/'.join(path)!r}" if path else ""
-                    raise ValueError(f"an observation{where} holds {part.dtype}; its space says real numbers")
+                    raise ValueError(f"an observation{where} {fault}")
                 size = int(np.prod(shape))
                 rows[..., start : start + size] = part.reshape(*lead, size)
                 start += size

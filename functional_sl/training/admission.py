@@ -142,7 +142,7 @@ def _check_dicts(recipe: Recipe, values: Tree) -> None:
 
 
 def _check_loss(recipe: Recipe, params: Tree, buffers: Tree, batch: Tree, key: Tensor) -> Aux:
-    # The last forward pass without a gradient would hide a loss that has none.
+    # With gradients, so that a loss on which no parameter has any influence shows.
     with torch.enable_grad():
         found = recipe.loss(tree.map(lambda x: x.detach().requires_grad_(), params), buffers, batch, key)
     if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[1], Aux):
