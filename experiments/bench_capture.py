@@ -4,13 +4,14 @@
     torchrun --standalone --nproc-per-node=2 -m experiments.bench_capture --compute_dtype=bfloat16
 
 Both start from the same state; after the timed cycles they must agree bit by bit, and so must the ranks after
-`--replays` more. Under torchrun, and with `--group` on one rank, the gradients of every update are reduced by NCCL
-inside the graph, once for each of `--wires`; the same cycle without reductions is timed beside it.
+`--replays` more. Under torchrun, and with `--group` on one rank, the gradients of every update are reduced inside the
+graph, once for each of `--transport` and `--wires`; the same cycle without reductions is timed beside it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -44,6 +45,7 @@ class Settings:
     updates: int = cli.option(6, "Critic updates in a cycle; every second one updates the actor.")
     compute_dtype: str = cli.option("float32", "Type of the matrix products.", choices=("float32", "bfloat16"))
     wires: str = cli.option("float32,bfloat16", "Types in which gradients travel, with several ranks or --group.")
+    transport: str = cli.option("nccl", "What they travel by: nccl, peer, or both by a comma.")
     group: bool = cli.option(False, "Reduce over a process group on one rank too.")
     compile: bool = cli.option(True, "Compile the regions.")
     fused: bool = cli.option(True, "Gradients as they are written out, instead of those of torch.func.grad.")
@@ -94,10 +96,10 @@ def milliseconds(run: Callable[[], None], cycles: int) -> dict[str, float]:
 
 
 @torch.no_grad()
-def measure(settings: Settings, here: World, wire_dtype: str) -> dict[str, Any]:
+def measure(settings: Settings, here: World, wire_dtype: str, transport: str) -> dict[str, Any]:
     """Times the cycle launched and captured, checks that they and the ranks agree; the worst rank counts."""
     config = configure(settings, wire_dtype)
-    state, cycle = build(settings, config, collectives.over(here), here.rank)
+    state, cycle = build(settings, config, collectives.over(here, transport), here.rank)
     begin = time.perf_counter()
     plain, _ = cycle(state)
     torch.cuda.synchronize()
@@ -128,7 +130,7 @@ def measure(settings: Settings, here: World, wire_dtype: str) -> dict[str, Any]:
     launched = timing.kernels(replay_graph, torch.cuda.synchronize, settings.profile if here.rank == 0 else 0)
     captured.close()
     return {
-        "wire": wire_dtype, "ms_per_cycle": worst(here, found), "equal": all(gather(here, equal)),
+        "wire": wire_dtype, "transport": transport, "ms_per_cycle": worst(here, found), "equal": all(gather(here, equal)),
         "kernels": launched, "wire_bytes": wire_bytes(config, state[0]) if here.data_group else 0,
         "compile_s": round(compile_s, 1), "capture_s": round(capture_s, 1),
     }  # fmt: skip
@@ -149,9 +151,10 @@ def main() -> None:
     equal = True
     with world("cuda", force_group=settings.group) as here:
         alone = dataclasses.replace(here, data_group=None)
-        runs = [(alone, "float32"), *((here, name) for name in settings.wires.split(",") if here.data_group)]
-        for ranks, name in runs:
-            result = measure(settings, ranks, name)
+        ways = itertools.product(settings.transport.split(","), settings.wires.split(","))
+        runs = [(alone, "nccl", "float32"), *((here, *way) for way in ways if here.data_group)]
+        for ranks, transport, name in runs:
+            result = measure(settings, ranks, name, transport)
             equal &= result["equal"]
             if here.rank == 0:
                 report({**machine(), **dataclasses.asdict(settings), "ranks": here.size, **result}, ranks is alone)
@@ -161,7 +164,8 @@ def main() -> None:
 def report(result: dict[str, Any], alone: bool) -> None:
     """Prints one result and appends it to the file of results."""
     times = {way: f"{found['median']:.2f}" for way, found in result["ms_per_cycle"].items()}
-    what = "no reduction" if alone else f"{result['wire']} wire, {result['wire_bytes'] / 1e6:.2f} MB a cycle"
+    megabytes = result["wire_bytes"] / 1e6
+    what = "no reduction" if alone else f"{result['wire']} wire by {result['transport']}, {megabytes:.2f} MB a cycle"
     print(
         f"{result['ranks']} ranks, {result['compute_dtype']}, {what}: captured {times['captured']} ms, launched "
         f"{times['uncaptured']} ms, {result['kernels']} kernels, equal {result['equal']}, compile "

@@ -151,6 +151,12 @@ class TrainConfig(SACConfig):
         "With mps, run in the recorded MPS service of the rank's GPU (see functional_sac.cuda_mps), never without it.",
         choices=("mps",),
     )
+    dp_transport: str = option(
+        "nccl",
+        "What gradients travel by: nccl (on a CPU Gloo), or peer, where 2, 4 or 8 GPUs of one host write into each "
+        "other's memory.",
+        choices=("nccl", "peer"),
+    )
     dp_whole_cycle_cuda_graph: bool = option(
         True, "On CUDA with several ranks, capture whole iterations as one graph, as one rank does."
     )
@@ -221,6 +227,12 @@ class TrainConfig(SACConfig):
             self.simulated_ranks == 1 or self.compile != "true",
             ("simulated_ranks", "compile"),
             "simulated ranks run eagerly; use --compile=auto, or torchrun",
+        )
+        require(
+            self,
+            self.simulated_ranks == 1 or self.dp_transport == "nccl",
+            ("simulated_ranks", "dp_transport"),
+            "simulated ranks have one memory, and nothing travels; use --dp_transport=nccl, or torchrun",
         )
         require(
             self, self.num_envs <= self.replay_capacity, ("num_envs", "replay_capacity"), "one vector step must fit"

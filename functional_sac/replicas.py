@@ -49,12 +49,14 @@ def joined(config: TrainConfig, world: World) -> Iterator[Replicas]:
 
     Raises:
       ValueError: for simulated ranks or several seeds under torchrun.
+      RankError, ValueError: for a transport that these ranks do not have.
     """
     for name in ("simulated_ranks", "num_seeds"):
         if world.data_group is not None and getattr(config, name) > 1:
             raise ValueError(f"{name}={getattr(config, name)}: not under torchrun; start without it, or leave it at 1")
     if config.simulated_ranks == 1:
-        yield Replicas(world, world.size, (world.rank,), collectives.over(world), lambda fn, states: (fn(states[0]),))
+        across = collectives.over(world, config.dp_transport)
+        yield Replicas(world, world.size, (world.rank,), across, lambda fn, states: (fn(states[0]),))
         return
     size = config.simulated_ranks
     with contextlib.closing(Lockstep(size)) as lockstep:

@@ -23,6 +23,7 @@ MAY_CHANGE = frozenset(
         "tensorboard",
         "device",
         "compile",
+        "dp_transport",
         "sim_threads",
         "threads",
         "timeout_s",

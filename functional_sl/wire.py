@@ -58,7 +58,8 @@ class Reduced(NamedTuple):
 
 Reduce = Callable[[Tensor, Layout], Reduced]  # of a packed vector [P + 1]
 
-# Any vector's sum over the ranks in its own dtype, on its way while the caller computes on; what comes back waits.
+# Any vector's sum over the ranks in its own dtype, on its way while the caller computes on; what comes back waits. The
+# vector may be overwritten.
 Begin = Callable[[Tensor], Callable[[], Tensor]]
 
 

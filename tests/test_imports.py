@@ -33,7 +33,7 @@ SL = {
     "sim": "",
     "motions": "run sim tree",
     "optim": "tree schedules",
-    "parallel": "capture tree wire",
+    "parallel": "capture kernels tree wire",
     "packing_kernels": "kernels",
     "packing": "kernels packing_kernels tree wire",
     "step": "tree wire gate optim packing parallel",

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, library
 
 from functional_sl import tree
+from functional_sl.parallel import peers
 from functional_sl.parallel.world import World
 from functional_sl.tree import Tree
 from functional_sl.wire import Begin, Layout, Reduce, Reduced
@@ -45,6 +46,7 @@ def over_sums(
     total: Callable[[Tensor], Tensor],
     gather: Callable[[Tensor], Tensor],
     wait: Callable[[Tensor], Tensor] = lambda x: x,
+    begin: Begin | None = None,
 ) -> Collectives:
     """Builds collectives from one sum and one gathering over `size` ranks, each of a tensor in its own dtype.
 
@@ -53,11 +55,14 @@ def over_sums(
       total: sums a tensor.
       gather: stacks tensors by rank.
       wait: makes what `total` returned readable, if that is on its way still.
+      begin: the sum of a gradient group, if it travels another way.
     """
 
-    def begin(x: Tensor) -> Callable[[], Tensor]:
+    def begin_total(x: Tensor) -> Callable[[], Tensor]:
         summed = total(x)
         return lambda: wait(summed)
+
+    begin = begin or begin_total
 
     def reduce(flat: Tensor, layout: Layout) -> Reduced:
         if flat.shape != (layout.size + 1,):
@@ -68,10 +73,11 @@ def over_sums(
     return Collectives(size, begin, reduce, _statistics_sum(lambda x: wait(total(x))), gather)
 
 
-def process_group(group: dist.ProcessGroup) -> Collectives:
+def process_group(group: dist.ProcessGroup, begin: Begin | None = None) -> Collectives:
     """Returns the collectives over `group`; all ranks of the group call them in the same order.
 
-    They are functional: `torch.compile(fullgraph=True)` traces them and a CUDA graph captures them.
+    They are functional: `torch.compile(fullgraph=True)` traces them and a CUDA graph captures them. `begin` is how
+    gradients travel, if not as everything else.
     """
 
     def total(x: Tensor) -> Tensor:
@@ -82,7 +88,7 @@ def process_group(group: dist.ProcessGroup) -> Collectives:
         return torch.ops._c10d_functional.wait_tensor(stacked)
 
     name, size = group.group_name, group.size()
-    return over_sums(size, total, gather, torch.ops._c10d_functional.wait_tensor)
+    return over_sums(size, total, gather, torch.ops._c10d_functional.wait_tensor, begin)
 
 
 def simulated(size: int) -> Collectives:
@@ -102,9 +108,13 @@ def simulated(size: int) -> Collectives:
     return over_sums(size, lambda x: simulated_sum(x, size), lambda x: simulated_gather(x, size))
 
 
-def over(world: World) -> Collectives:
-    """Returns the collectives over the data group of `world`, or `single()` where it has none."""
-    return single() if world.data_group is None else process_group(world.data_group)
+def over(world: World, transport: str = "nccl") -> Collectives:
+    """Returns the collectives over the data group of `world`, or `single()` where it has none.
+
+    With `peer` as its transport gradients travel by `peers`, which all ranks join here, and raise what it raises.
+    """
+    begin = peers.join(world) if transport == "peer" else None
+    return single() if world.data_group is None else process_group(world.data_group, begin)
 
 
 def identity(flat: Tensor, layout: Layout) -> Reduced:

@@ -49,6 +49,12 @@ class TrainConfig:
         choices=DTYPES, group="Precision and machine",
     )  # fmt: skip
     dp_gradient_wire_dtype: str = option("float32", "Type in which gradients travel between ranks.", choices=DTYPES[:2])
+    dp_transport: str = option(
+        "nccl",
+        "What gradients travel by: nccl (on a CPU Gloo), or peer, where 2, 4 or 8 GPUs of one host write into each "
+        "other's memory.",
+        choices=("nccl", "peer"),
+    )
     device: str = option("auto", "Where the update runs.", choices=("auto", "cpu", "cuda"))
     backend: str = option(
         "auto", "What moves gradients: nccl on CUDA, gloo on a CPU.", choices=("auto", "gloo", "nccl")
@@ -109,7 +115,7 @@ class TrainConfig:
 MAY_CHANGE = frozenset(
     (
         "updates", "log_every", "validate_every", "snapshot_every", "keep_snapshots", "tensorboard", "device",
-        "backend", "compile", "cuda_graph", "threads", "timeout_s",
+        "backend", "compile", "cuda_graph", "dp_transport", "threads", "timeout_s",
     )
 )  # fmt: skip
 UNSTORED = ("resume", "run_dir")  # a run may be moved, and every attempt has its own

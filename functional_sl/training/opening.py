@@ -98,8 +98,9 @@ def _open(asked: Request, here: World, dog: Watchdog) -> Run:
         torch.utils.deterministic.fill_uninitialized_memory = False
         recipe, digest = _build(asked, config, here)
     fitting = _identity(recipe, gather(here, digest), here)
+    across = collectives.over(here, config.dp_transport)
     with guard(here, "opening the run"):
-        training = update.make_training(recipe, config, collectives.over(here), here.device)
+        training = update.make_training(recipe, config, across, here.device)
         state = _init(recipe, training, config, here)
         state, start = _restore(asked, state, config, here, fitting)
         kept = stored(config, asked.task)

@@ -27,9 +27,8 @@ from functional_sl.parallel.world import World, agree, check_equal, gather, worl
 
 GPUS = torch.cuda.device_count()
 pytestmark = pytest.mark.skipif(GPUS == 0, reason="needs a CUDA device")
-sizes = pytest.mark.parametrize(
-    "size", [1, pytest.param(2, marks=pytest.mark.skipif(GPUS < 2, reason="needs two CUDA devices"))]
-)
+pair = pytest.mark.skipif(GPUS < 2, reason="needs two CUDA devices")
+sizes = pytest.mark.parametrize("size", [1, pytest.param(2, marks=pair)])
 
 ROWS = 512
 SPEC = EnvSpec("probe", actor_dim=5, critic_dim=7, action_dim=2, max_episode_steps=50, control_dt=0.02)
@@ -40,11 +39,11 @@ CONFIG = {
 }  # fmt: skip
 
 
-def setup(here: World, compiled: bool = False, **changes):
+def setup(here: World, compiled: bool = False, transport: str = "nccl", **changes):
     """Returns a state (learner, replay, reward scale) of this rank and its cycle over the ranks."""
     config = SACConfig(**CONFIG | changes)
     wrap = {"wrap": capture.compiled, "fused": True} if compiled else {}
-    learner = make_learner(config, SPEC, collectives.over(here), **wrap)
+    learner = make_learner(config, SPEC, collectives.over(here, transport), **wrap)
     sac = learner.init(keys.key(0, here.device))
     sac = sac._replace(key=keys.fold_in(sac.key, here.rank))
     own = torch.Generator().manual_seed(here.rank)
@@ -113,6 +112,13 @@ def captured_against_launched(compiled: bool, changes: dict) -> None:
 def test_replays_are_the_launched_cycles_bit_by_bit(size: int, wire: str, dtype: str, compiled: bool) -> None:
     changes = {"dp_gradient_wire_dtype": wire, "compute_dtype": dtype}
     run_ranks(size, captured_against_launched, compiled, changes, timeout=400)
+
+
+@pair
+@pytest.mark.parametrize(("wire", "compiled"), [("float32", False), ("bfloat16", True)])
+def test_replays_over_peers_are_the_launched_cycles_bit_by_bit(wire: str, compiled: bool) -> None:
+    changes = {"dp_gradient_wire_dtype": wire, "compute_dtype": wire, "transport": "peer"}
+    run_ranks(2, captured_against_launched, compiled, changes, timeout=400)
 
 
 def a_thousand_replays() -> dict:
@@ -239,6 +245,11 @@ def train(folder: str, changes: dict) -> None:
         tiny_runs.run(folder, device="cuda", compile="true", tensorboard=False, timeout_s=60, **changes)
 
 
+def resume(folder: str, changes: dict) -> None:
+    with tiny_runs.prepared():
+        tiny_runs.resume(folder, **changes)
+
+
 @sizes
 def test_captured_training_is_the_launched_one_and_resumes(size: int, tmp_path: Path) -> None:
     changes = {"env_steps": 60 * size, "eval_every": 20 * size, "snapshot_every": 20 * size}
@@ -247,3 +258,12 @@ def test_captured_training_is_the_launched_one_and_resumes(size: int, tmp_path: 
     states = {name: tiny_runs.state(tmp_path / name) for name in ("captured", "launched", "again")}
     assert_bits_equal(states["again"], states["captured"])
     assert_bits_equal(states["launched"], states["captured"])
+
+
+@pair
+def test_peers_and_nccl_learn_the_same_and_resume_each_other(tmp_path: Path) -> None:
+    changes = {"env_steps": 80, "eval_every": 40, "snapshot_every": 40}
+    run_ranks(2, train, str(tmp_path / "nccl"), changes, timeout=300)
+    run_ranks(2, train, str(tmp_path / "peer"), changes | {"env_steps": 40, "dp_transport": "peer"}, timeout=300)
+    run_ranks(2, resume, str(tmp_path / "peer"), {"env_steps": 80, "dp_transport": "nccl"}, timeout=300)
+    assert_bits_equal(tiny_runs.state(tmp_path / "peer"), tiny_runs.state(tmp_path / "nccl"))
