@@ -130,7 +130,8 @@ def measure(settings: Settings, here: World, wire_dtype: str, transport: str) ->
     launched = timing.kernels(replay_graph, torch.cuda.synchronize, settings.profile if here.rank == 0 else 0)
     captured.close()
     return {
-        "wire": wire_dtype, "transport": transport, "ms_per_cycle": worst(here, found), "equal": all(gather(here, equal)),
+        "wire": wire_dtype, "transport": transport,
+        "ms_per_cycle": worst(here, found), "equal": all(gather(here, equal)),
         "kernels": launched, "wire_bytes": wire_bytes(config, state[0]) if here.data_group else 0,
         "compile_s": round(compile_s, 1), "capture_s": round(capture_s, 1),
     }  # fmt: skip
