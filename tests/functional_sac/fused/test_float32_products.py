@@ -81,3 +81,12 @@ torch.{setting}
 assert torch.equal(float32_products.product(a, b), torch.bmm(a, b))
 """
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_where_a_compiler_traces_they_are_the_same(device: str) -> None:
+    a, b, onto = (drawn(i, 2, *shape, device=device) for i, shape in enumerate([(256, 64), (64, 128), (256, 128)]))
+    traced = torch.compile(float32_products.traced_product, backend="aot_eager", fullgraph=True)
+    product = float32_products.product(a, b)
+    assert torch.equal(traced(a, b), product)
+    torch.testing.assert_close(traced(a, b, onto=onto), onto + product, rtol=1e-6, atol=1e-5)
