@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -9,8 +11,20 @@ from torch import Tensor
 
 from functional_sl.kernels import launch
 
-# Of a program, measured on an H200 for the sizes of the critics; several programs share a multiprocessor.
-ROWS, FEATURES, DEPTH, WARPS, STAGES = 128, 64, 32, 4, 3
+
+class Tile(NamedTuple):
+    """What a program computes, of so many rows and features, and in which steps along what it sums over."""
+
+    rows: int
+    features: int
+    depth: int
+    stages: int
+
+
+# Measured on an H200 for the sizes of critics and actor; several programs share a multiprocessor.
+TILES = (Tile(128, 64, 32, 3), Tile(64, 64, 64, 2), Tile(64, 32, 32, 3))
+MANY = 256  # programs, with which the larger tile is faster
+WARPS = 4
 GROUP = 8  # tiles of rows that follow each other, whose programs read the same columns
 
 
@@ -47,18 +61,29 @@ def _product(
 
 def fits(a: Tensor, b: Tensor) -> bool:
     """Tells whether `product` takes both: on a Hopper GPU, in whole tiles, with numbers side by side along an axis."""
-    whole = a.shape[1] % ROWS == b.shape[2] % FEATURES == a.shape[2] % DEPTH == 0
     lie = all(1 in x.stride()[1:] and x.data_ptr() % 16 == 0 for x in (a, b))
-    return whole and lie and torch.cuda.get_device_capability(a.device)[0] == 9
+    return lie and tile(*a.shape, b.shape[2]) is not None and torch.cuda.get_device_capability(a.device)[0] == 9
+
+
+def tile(networks: int, rows: int, depth: int, features: int) -> Tile | None:
+    """Returns the largest tile that comes out even and makes many programs, else the smallest one, or None."""
+    found = None
+    for size in TILES:
+        if rows % size.rows == features % size.features == depth % size.depth == 0:
+            found = size
+            if networks * (rows // size.rows) * (features // size.features) >= MANY:
+                break
+    return found
 
 
 def product(a: Tensor, b: Tensor, output: Tensor, *, adds: bool) -> None:
     """Writes a [N, M, K] times b [N, K, F] into `output` [N, M, F], or adds it to what is there."""
     networks, rows, depth = a.shape
     features = b.shape[2]
+    size = tile(networks, rows, depth, features)
     launch(
-        _product, (rows // ROWS * (features // FEATURES), networks), a, b, output,
+        _product, (rows // size.rows * (features // size.features), networks), a, b, output,
         *a.stride(), *b.stride(), M=rows, F=features, K=depth, ADDS=adds,
-        A_ALONG=a.stride(2) == 1, B_ALONG=b.stride(1) == 1, R=ROWS, C=FEATURES, D=DEPTH, GROUP=GROUP,
-        STAGES=STAGES, num_warps=WARPS,
+        A_ALONG=a.stride(2) == 1, B_ALONG=b.stride(1) == 1, R=size.rows, C=size.features, D=size.depth, GROUP=GROUP,
+        STAGES=size.stages, num_warps=WARPS,
     )  # fmt: skip

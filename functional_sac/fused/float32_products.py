@@ -12,7 +12,7 @@ from torch import Tensor, library
 
 from functional_sl.kernels import buildable
 
-LARGE = 2**29  # multiplications from which the kernel is faster than cuBLAS
+LARGE = 2**28  # multiplications from which the kernel is faster than cuBLAS
 
 KERNELS = buildable()
 if KERNELS:

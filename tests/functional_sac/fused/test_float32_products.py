@@ -14,7 +14,7 @@ from functional_sl import keys
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9 and float32_products.KERNELS
 on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU, Triton and a C compiler")
-SHAPES = [(2, 2048, 1024, 256), (2, 2048, 256, 1024), (4, 2048, 320, 256)]
+SHAPES = [(2, 2048, 1024, 256), (2, 2048, 256, 1024), (4, 2048, 320, 256), (1, 4096, 512, 128), (16, 128, 256, 512)]
 
 
 def drawn(number: int, *shape: int, device: str = "cpu") -> torch.Tensor:
@@ -42,6 +42,26 @@ def test_either_operand_may_be_turned(
     expected += onto.double()
     assert float32_products.add_product(onto, a, b) is onto
     torch.testing.assert_close(onto.double(), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.skipif(not float32_products.KERNELS, reason="needs Triton and a C compiler")
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ((4, 4096, 256, 1024), (128, 64)),
+        ((1, 4096, 128, 512), (128, 64)),  # 256 programs
+        ((2, 2048, 1024, 256), (64, 64)),  # 128 of the largest
+        ((1, 4096, 512, 128), (64, 32)),
+        ((2, 64, 32, 32), (64, 32)),
+        ((2, 64, 16, 64), None),
+        ((2, 2048, 104, 256), None),
+    ],
+)
+def test_a_product_has_the_largest_tile_that_fills_a_gpu(
+    sizes: tuple[int, ...], expected: tuple[int, int] | None
+) -> None:
+    found = float32_products.float32_product_kernels.tile(*sizes)
+    assert (found and found[:2]) == expected
 
 
 @on_hopper
