@@ -23,7 +23,7 @@ class Tile(NamedTuple):
 
 # Measured on an H200 for the sizes of critics and actor; several programs share a multiprocessor.
 TILES = (Tile(128, 64, 32, 3), Tile(64, 64, 64, 2), Tile(64, 32, 32, 3))
-MANY = 256  # programs, with which the larger tile is faster
+MANY = 132  # programs, one for each multiprocessor, with which the larger tile is faster
 WARPS = 4
 GROUP = 8  # tiles of rows that follow each other, whose programs read the same columns
 
