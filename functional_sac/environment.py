@@ -50,7 +50,7 @@ def make(
     told = dataclasses.replace(told, threads=told.threads or _share_of_cores())
     try:
         return envs.make(config.task, sim, told, device, wrap)
-    except (ModuleNotFoundError, OSError) as error:
+    except (ImportError, OSError) as error:
         raise cli.UsageError(f"--task={config.task} --sim={sim}: {error}") from error
 
 

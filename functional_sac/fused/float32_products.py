@@ -8,11 +8,11 @@ arXiv:1904.06376). Where TF32 is allowed, and elsewhere, they are PyTorch's.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from functional_sl.kernels import buildable
 
-LARGE = 2**29  # multiplications from which the kernel is faster than cuBLAS
+LARGE = 2**28  # multiplications from which the kernel is faster than cuBLAS
 
 KERNELS = buildable()
 if KERNELS:
@@ -26,6 +26,22 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     found = a.new_empty(a.shape[0], a.shape[1], b.shape[2])
     float32_product_kernels.product(a, b, found, adds=False)
     return found
+
+
+def traced_product(a: Tensor, b: Tensor, onto: Tensor | None = None) -> Tensor:
+    """Returns `product`, added to `onto` [N, M, F], where a compiler traces: only an op knows how its operands lie."""
+    if not (a.is_cuda and a.dtype == torch.float32):
+        return torch.bmm(a, b) if onto is None else torch.baddbmm(onto, a, b)
+    found = _product(a, b)
+    return found if onto is None else onto + found
+
+
+_product = library.custom_op("functional_sac::product", product, mutates_args=())
+
+
+@_product.register_fake
+def _(a: Tensor, b: Tensor) -> Tensor:
+    return a.new_empty(a.shape[0], a.shape[1], b.shape[2])
 
 
 def add_product(onto: Tensor, a: Tensor, b: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, library
 
 from functional_sac.fused import frozen_block_tiles
+from functional_sac.fused.float32_products import traced_product
 from functional_sac.networks import BN_EPS, BatchNorm, Stats
 from functional_sl.kernels import buildable
 
@@ -97,7 +98,7 @@ def added(d: Tensor, w: Tensor, dh: Tensor) -> Tensor:
 def _plain_inner(h: Tensor, w: Tensor, scale: Tensor, bias: Tensor, mean: Tensor, var: Tensor) -> Tensor:
     factor = slope(scale, var)
     offset = bias.unsqueeze(1) - mean.unsqueeze(1) * factor
-    return torch.relu(torch.addcmul(offset, torch.bmm(h, w.mT).to(factor.dtype), factor)).to(h.dtype)
+    return torch.relu(torch.addcmul(offset, traced_product(h, w.mT).to(factor.dtype), factor)).to(h.dtype)
 
 
 def _plain_outer(
@@ -108,13 +109,13 @@ def _plain_outer(
 
 
 def _plain_inner_backward(d: Tensor, w: Tensor, y: Tensor, scale: Tensor, var: Tensor) -> Tensor:
-    return masked(torch.bmm(d, w), ~(y <= 0), scale, var)
+    return masked(traced_product(d, w), ~(y <= 0), scale, var)
 
 
 def _plain_outer_backward(
     d: Tensor, w: Tensor, dh: Tensor, passed: Tensor | None, scale: Tensor | None, var: Tensor | None
 ) -> list[Tensor]:
-    dh = torch.baddbmm(dh, d, w)
+    dh = traced_product(d, w, onto=dh)
     if passed is None or scale is None or var is None:
         return [dh]
     return [dh, masked(dh, passed, scale, var)]

@@ -13,6 +13,7 @@ from torch import Tensor
 from functional_sac import networks
 from functional_sac.fused import critic_heads, frozen_blocks, inputs
 from functional_sac.fused.alignment import BLOCK_LEAVES, INPUT_WEIGHT
+from functional_sac.fused.float32_products import traced_product
 from functional_sac.fused.inputs import Batch
 from functional_sac.networks import BatchNorm, Critic, Stats, Trunk
 from functional_sac.padding import ALIGNMENT
@@ -73,7 +74,7 @@ def activations(trunk: Trunk, stats: Stats, leaves: list[Tensor], batch: Batch) 
 def _forward(y: Tensor, leaves: list[Tensor], norms: list[tuple[BatchNorm, Stats]]) -> tuple[Tensor, list[_Block]]:
     """Returns the activations [N, B, H] of a normalised input, and of every block what its backward pass reads."""
     w, *blocks = leaves[INPUT_WEIGHT:]
-    h, tape = torch.bmm(y, w.mT), []
+    h, tape = traced_product(y, w.mT), []
     matrices = blocks[::BLOCK_LEAVES], blocks[BLOCK_LEAVES // 2 :: BLOCK_LEAVES]
     for w1, w2, first, second in zip(*matrices, norms[::2], norms[1::2], strict=True):
         y = frozen_blocks.inner(h, w1, *first)

@@ -7,6 +7,7 @@ the angular one in the body's axes. What leaves this module has the layout of th
 from __future__ import annotations
 
 import copy
+import importlib
 import math
 import os
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from functional_sl.models.articulation import Body, Robot
 from functional_sl.models.nerd import conjugate, rotate, wrap
+from functional_sl.sim import engine
 
 _CHUNK = 512  # trajectories whose substeps are in memory at once
 
@@ -25,14 +27,11 @@ def require() -> Any:
     """Returns the module `mujoco` with its `rollout`.
 
     Raises:
-      ImportError: in one line, if it is not installed.
+      ImportError: in one line, if it is not installed or does not start.
     """
-    try:
-        import mujoco
-        import mujoco.rollout
-    except ModuleNotFoundError as error:
-        raise ImportError("this robot's data come from MuJoCo: pip install '.[mujoco]' in the checkout") from error
-    return mujoco
+    found = engine.mujoco("this robot's data come from MuJoCo")
+    importlib.import_module("mujoco.rollout")
+    return found
 
 
 def version() -> str:

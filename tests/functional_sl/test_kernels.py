@@ -58,9 +58,11 @@ def test_kernels_are_compiled_once_and_nothing_is_launched() -> None:
     leaves, value = [torch.arange(6.0, device="cuda").reshape(2, 3)], torch.ones((), device="cuda")
     ran = []
 
-    def pack(leaves: list[torch.Tensor], value: torch.Tensor) -> torch.Tensor:
-        ran.append(packing_kernels.pack(leaves, value, torch.float32, piece=4))
-        return ran[-1]
+    def pack(leaves: list[torch.Tensor], value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        packed, sentinels = value.new_empty(6), value.new_empty(2)
+        packing_kernels.pack(leaves, value, packed, sentinels, torch.float32, limit=5.0, piece=4)
+        ran.append(packed)
+        return packed, sentinels
 
     packing_kernels._pack.device_caches.clear()
     kernels.compile_ahead(pack, leaves, value)
@@ -68,7 +70,8 @@ def test_kernels_are_compiled_once_and_nothing_is_launched() -> None:
     assert len(cache) == 1
     (kernel,) = cache.values()
     assert kernel.module is not None
-    found = kernels.ahead(pack, pack)(leaves, value)
-    assert found.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 0.0]
+    packed, sentinels = kernels.ahead(pack, pack)(leaves, value)
+    assert packed.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert sentinels.tolist() == [0.0, 1.0]
     assert len(cache) == 1
     assert len(ran) == 3

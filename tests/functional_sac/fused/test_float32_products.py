@@ -14,7 +14,7 @@ from functional_sl import keys
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9 and float32_products.KERNELS
 on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU, Triton and a C compiler")
-SHAPES = [(2, 2048, 1024, 256), (2, 2048, 256, 1024), (4, 2048, 320, 256)]
+SHAPES = [(2, 2048, 1024, 256), (2, 2048, 256, 1024), (4, 2048, 320, 256), (1, 4096, 512, 128), (16, 128, 256, 512)]
 
 
 def drawn(number: int, *shape: int, device: str = "cpu") -> torch.Tensor:
@@ -42,6 +42,26 @@ def test_either_operand_may_be_turned(
     expected += onto.double()
     assert float32_products.add_product(onto, a, b) is onto
     torch.testing.assert_close(onto.double(), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.skipif(not float32_products.KERNELS, reason="needs Triton and a C compiler")
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ((4, 4096, 256, 1024), (128, 128)),
+        ((1, 4096, 128, 512), (128, 128)),  # 128 programs
+        ((2, 2048, 1024, 256), (64, 64)),  # 64 of the largest, too few
+        ((8, 320, 1024, 256), (64, 64)),  # not in whole ones of the largest
+        ((2, 64, 64, 64), (64, 32)),
+        ((2, 64, 16, 64), None),
+        ((2, 2048, 104, 256), None),
+    ],
+)
+def test_a_product_has_the_largest_tile_that_fills_a_gpu(
+    sizes: tuple[int, ...], expected: tuple[int, int] | None
+) -> None:
+    found = float32_products.float32_product_kernels.tile(*sizes)
+    assert (found and found[:2]) == expected
 
 
 @on_hopper
@@ -81,3 +101,12 @@ torch.{setting}
 assert torch.equal(float32_products.product(a, b), torch.bmm(a, b))
 """
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_where_a_compiler_traces_they_are_the_same(device: str) -> None:
+    a, b, onto = (drawn(i, 2, *shape, device=device) for i, shape in enumerate([(256, 64), (64, 128), (256, 128)]))
+    traced = torch.compile(float32_products.traced_product, backend="aot_eager", fullgraph=True)
+    product = float32_products.product(a, b)
+    assert torch.equal(traced(a, b), product)
+    torch.testing.assert_close(traced(a, b, onto=onto), onto + product, rtol=1e-6, atol=1e-5)
