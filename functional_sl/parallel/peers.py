@@ -91,7 +91,7 @@ def _check(world: World) -> None:
     if not buildable():
         refuse("Triton or a C compiler is missing", "both")
     try:
-        from torch.distributed import _symmetric_memory  # noqa: F401
+        from torch._C._distributed_c10d import _SymmetricMemory  # noqa: F401
     except ImportError as missing:
         refuse(f"torch {torch.__version__} has no symmetric memory ({missing})", "one that has")
 
@@ -129,14 +129,15 @@ def _open(peers: _Peers, x: Tensor) -> _Channel:
         raise RuntimeError("a sum is captured that has never run on this stream: run the function once before")
     # Memory that is written on all GPUs at once is never wanted.
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
-    from torch.distributed import _symmetric_memory
+    from torch._C._distributed_c10d import _SymmetricMemory
 
     shots = 1 if peers.size == 2 or x.numel() * x.element_size() <= ONE_SHOT else 2
     needed = peer_kernels.memory_bytes(x.numel(), x.element_size(), peers.size, shots)
-    own = _symmetric_memory.empty(needed, dtype=torch.uint8, device=x.device).zero_()
+    # An allocation of its own, as a piece of torch's pool might lie elsewhere on another rank.
+    own = _SymmetricMemory.empty_strided_p2p((needed,), (1,), torch.uint8, x.device).zero_()
     # It is zero before any other rank may write to it: all of them meet in the rendezvous.
     torch.cuda.synchronize(x.device)
-    handle = _symmetric_memory.rendezvous(own, peers.group)
+    handle = _SymmetricMemory.rendezvous(own, peers.group)
     places = [handle.get_buffer(rank, (needed,), torch.uint8).data_ptr() for rank in range(peers.size)]
     memory = torch.tensor(places, device=x.device)
     calls = torch.zeros(peer_kernels.PROGRAMS, dtype=torch.int32, device=x.device)
