@@ -149,6 +149,9 @@ def main() -> None:
         settings = cli.parse(Settings, program="bench_capture", description=__doc__).config
         if not torch.cuda.is_available():
             raise cli.UsageError("torch sees no CUDA device, and a CUDA graph needs one")
+        for transport in settings.transport.split(","):
+            if transport not in collectives.TRANSPORTS:
+                raise cli.UsageError(f"transport={transport}: choose among {', '.join(collectives.TRANSPORTS)}")
     equal = True
     with world("cuda", force_group=settings.group) as here:
         alone = dataclasses.replace(here, data_group=None)

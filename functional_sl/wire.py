@@ -56,10 +56,11 @@ class Reduced(NamedTuple):
     sentinel: Tensor  # (), the sum over the ranks
 
 
-Reduce = Callable[[Tensor, Layout], Reduced]  # of a packed vector [P + 1]
+# Of a packed vector [P + 1], which may be overwritten.
+Reduce = Callable[[Tensor, Layout], Reduced]
 
-# Any vector's sum over the ranks in its own dtype, on its way while the caller computes on; what comes back waits. The
-# vector may be overwritten.
+# Any vector's sum over the ranks in its own dtype, on its way while the caller computes on; what comes back waits, on
+# the stream of the beginning. The vector may be overwritten.
 Begin = Callable[[Tensor], Callable[[], Tensor]]
 
 

@@ -152,6 +152,9 @@ def _simulated(run_dir: Path) -> dict[str, Any]:
 
 def _config(leg: Leg, extra: Mapping[str, Any]) -> TrainConfig:
     config = cli.from_dict(TrainConfig, leg.settings)
+    if extra.get("simulated_ranks", 1) > 1:
+        # Nothing travels between threads, which add as peers do.
+        config = dataclasses.replace(config, dp_transport="nccl")
     try:
         return dataclasses.replace(config, **extra)
     except ValueError as error:

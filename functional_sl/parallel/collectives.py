@@ -19,6 +19,7 @@ from functional_sl.parallel.world import World
 from functional_sl.tree import Tree
 from functional_sl.wire import Begin, Layout, Reduce, Reduced
 
+TRANSPORTS = ("nccl", "peer")
 STATISTICS_DTYPES = (torch.float32, torch.float64, torch.int64)
 _UNMAPPED = (
     "a reduction over {0} simulated ranks met a tensor that no vmap over ranks maps: "
@@ -111,8 +112,16 @@ def simulated(size: int) -> Collectives:
 def over(world: World, transport: str = "nccl") -> Collectives:
     """Returns the collectives over the data group of `world`, or `single()` where it has none.
 
-    With `peer` as its transport gradients travel by `peers`, which all ranks join here, and raise what it raises.
+    Args:
+      world: of which all ranks call it.
+      transport: what gradients travel by: `nccl`, whatever the group has, or `peer`, see `peers`.
+
+    Raises:
+      ValueError: for another transport.
+      RankError, ValueError: as `peers.join` does.
     """
+    if transport not in TRANSPORTS:
+        raise ValueError(f"dp_transport={transport!r}: choose among {', '.join(TRANSPORTS)}")
     begin = peers.join(world) if transport == "peer" else None
     return single() if world.data_group is None else process_group(world.data_group, begin)
 

@@ -43,23 +43,27 @@ class _Peers:
     channels: dict[tuple, _Channel] = dataclasses.field(default_factory=dict)
 
 
-_joined: dict[str, _Peers] = {}  # of the newest world
+_joined: dict[str, _Peers] = {}  # of one world: by the name of its group torch would meet in an older one's store
 
 
 def join(world: World) -> Begin:
     """Returns how a sum over the ranks of `world` is begun; all ranks call it at the same point.
 
-    `torch.compile(fullgraph=True)` traces what it returns, and a CUDA graph captures it.
+    `torch.compile(fullgraph=True)` traces what it returns, and a CUDA graph captures it. A sum is waited for on the
+    stream on which it was begun, and graphs that were captured on one stream are replayed one after another.
 
     Raises:
-      RankError, or ValueError of one rank: if they are not GPUs of one host that can write into each other's memory.
+      RankError, or ValueError of one rank: if they are not GPUs of one host that can write into each other's memory,
+        or another world of this process has joined.
     """
-    with guard(world, "joining the GPUs' memory"):
-        _check(world)
     name = f"world {world.number}"
+    with guard(world, "joining the GPUs' memory"):
+        _check(world, name)
     if name not in _joined:
-        _joined.clear()
-        _joined[name] = _Peers(world.data_group.group_name, world.rank, world.size)
+        peers = _Peers(world.data_group.group_name, world.rank, world.size)
+        with guard(world, "sharing the GPUs' memory"):
+            _try(peers, world.device)
+        _joined[name] = peers
 
     def begin(x: Tensor) -> Callable[[], Tensor]:
         x = x.contiguous()
@@ -74,7 +78,7 @@ def join(world: World) -> Begin:
     return begin
 
 
-def _check(world: World) -> None:
+def _check(world: World, name: str) -> None:
     def refuse(found: str, needed: str) -> None:
         raise ValueError(f"dp_transport=peer: {found}, but it needs {needed}; use dp_transport=nccl")
 
@@ -84,6 +88,8 @@ def _check(world: World) -> None:
         refuse(f"{world.size} ranks have started", f"{', '.join(map(str, SIZES[:-1]))} or {SIZES[-1]}")
     if world.local_rank != world.rank:
         refuse(f"rank {world.rank} is number {world.local_rank} of its host", "all ranks on one host")
+    if torch.cuda.device_count() < world.size:
+        refuse(f"rank {world.rank} sees {torch.cuda.device_count()} GPUs", f"all {world.size} visible to every rank")
     others = [i for i in range(world.size) if i != world.device.index]
     blind = [i for i in others if not torch.cuda.can_device_access_peer(world.device.index, i)]
     if blind:
@@ -94,6 +100,16 @@ def _check(world: World) -> None:
         from torch._C._distributed_c10d import _SymmetricMemory  # noqa: F401
     except ImportError as missing:
         refuse(f"torch {torch.__version__} has no symmetric memory ({missing})", "one that has")
+    if _joined and name not in _joined:
+        refuse("an earlier world of this process has joined", "a process of its own")
+
+
+def _try(peers: _Peers, device: torch.device) -> None:
+    """Has the ranks share memory once, before anything is compiled for it."""
+    try:
+        peers.channels[()] = _open(peers, torch.zeros(1, device=device))
+    except Exception as error:
+        raise RuntimeError(f"dp_transport=peer: no memory is shared ({error}); use dp_transport=nccl") from error
 
 
 # In place: of two tensors a compiler would take the first one's memory for something else while it is still read.
@@ -106,6 +122,8 @@ def _begin(x: Tensor, world: str) -> None:
         peers.channels[key] = _open(peers, x)
     channel, beside = peers.channels[key], _beside(x.device.index, here.cuda_stream)
     beside.wait_stream(here)
+    if not torch.cuda.is_current_stream_capturing():
+        x.record_stream(beside)  # where an error lets go of it before the wait
     with torch.cuda.stream(beside):
         peer_kernels.total(x, channel.memory, channel.calls, peers.rank, peers.size, channel.shots)
 

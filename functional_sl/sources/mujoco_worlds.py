@@ -7,7 +7,6 @@ the angular one in the body's axes. What leaves this module has the layout of th
 from __future__ import annotations
 
 import copy
-import importlib
 import math
 import os
 from typing import Any
@@ -29,9 +28,7 @@ def require() -> Any:
     Raises:
       ImportError: in one line, if it is not installed or does not start.
     """
-    found = engine.mujoco("this robot's data come from MuJoCo")
-    importlib.import_module("mujoco.rollout")
-    return found
+    return engine.mujoco("this robot's data come from MuJoCo", "rollout")
 
 
 def version() -> str:

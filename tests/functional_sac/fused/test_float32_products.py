@@ -28,7 +28,8 @@ def _small_ones_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    ("networks", "rows", "depth", "features"), [(2, 128, 64, 128), (1, 256, 96, 192), (3, 7, 5, 2)]
+    ("networks", "rows", "depth", "features"),
+    [(2, 128, 64, 128), (1, 256, 96, 192), (2, 64, 64, 320), (3, 7, 5, 2)],
 )
 @pytest.mark.parametrize("turned", [(False, False), (False, True), (True, False), (True, True)])
 def test_either_operand_may_be_turned(

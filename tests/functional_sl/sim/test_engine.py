@@ -30,7 +30,8 @@ environment.make(TrainConfig(task="g1_motion_tracking", sim="mujoco"))
     ],
 )
 def test_an_unfit_choice_of_opengl_is_one_line_with_the_remedy(program: str, error: str) -> None:
-    variables = {**os.environ, "MUJOCO_GL": "no such", "PYTHONPATH": str(ROOT)}
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    variables = {**os.environ, "MUJOCO_GL": "no such", "PYTHONPATH": path}
     done = subprocess.run([sys.executable, "-c", program], env=variables, capture_output=True, text=True, check=False)
     last = done.stderr.splitlines()[-1]
     assert done.returncode == 1
