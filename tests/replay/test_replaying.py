@@ -291,7 +291,7 @@ def test_the_command_tells_and_exits(run_dir, capsys, monkeypatch, planted):
 
 def test_ranks_whose_gradients_went_by_peer_are_repeated_by_threads():
     """Which add in the same order, and between which nothing travels."""
-    leg = repeat.Leg(0, float("inf"), {"dp_transport": "peer", "env_steps": 4000}, {})
+    leg = repeat.Leg(0, float("inf"), {"dp_transport": "peer", "env_steps": 1_000_000}, {})
     config = repeat._config(leg, {"simulated_ranks": 2, "device": "cpu"})
-    assert (config.simulated_ranks, config.dp_transport, config.env_steps) == (2, "nccl", 4000)
+    assert (config.simulated_ranks, config.dp_transport, config.env_steps) == (2, "nccl", 1_000_000)
     assert repeat._config(leg, {"device": "cpu"}).dp_transport == "peer"
